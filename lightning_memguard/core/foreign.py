@@ -101,6 +101,12 @@ TABLE: dict[str, tuple[Need, ...]] = {
             "_saved_mat2 _saved_self_sym_sizes _saved_self_sym_strides _saved_mat1_sym_sizes _saved_mat1_sym_strides "
             "_saved_mat2_sym_sizes _saved_mat2_sym_strides",
         ),
+        Need(
+            "ask operators what they take inside",
+            "torch._C._profiler: ProfilerConfig ProfilerState _ExperimentalConfig; torch._C._autograd: "
+            "_enable_profiler_legacy _disable_profiler_legacy _ProfilerDisableOptions",
+            "what operators of C++ libraries take inside is not predicted",
+        ),
         Need("follow Adafactor", "torch.optim: _adafactor", "its steps run for real, and it is not advised"),
     ),
     "lightning": (  # training/facts/run_facts, training/adapter/{shadow,loader_access,metrics,program}

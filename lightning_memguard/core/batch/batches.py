@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import itemgetter
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -54,9 +54,37 @@ class Draws(Protocol):
     def batch(self, batch_size: int, draw: int) -> Any:
         """The batch of a draw, the same each time."""
 
+    def measures(self, batch_size: int, draw: int) -> tuple[int, int]:  # noqa: ARG002
+        """Bytes of a draw's samples, and their number times the square of the largest; 0 if unknown.
+
+        With draw 0, of batches of the largest sample alone.
+        """
+        return 0, 0
+
+    def largest_of_epoch(self, batch_size: int, epoch: Epoch) -> Any:
+        """The largest batch of one epoch, by `measures`."""
+        return self.batch(batch_size, epoch.place)
+
     def held(self, batch: Any) -> list[torch.Tensor]:  # noqa: ARG002
         """Tensors of a batch whose memory is the dataset's own, before the batch and after it."""
         return []
+
+
+class Epoch(NamedTuple):
+    """One of `EPOCHS` simulated epochs.
+
+    Attributes:
+        place: in the order of their largest batches.
+        weights: bytes of memory for each of a batch's two `measures`.
+        steps: how many batches the epoch has; None if unknown: those that all samples make.
+    """
+
+    place: int
+    weights: tuple[float, float]
+    steps: int | None = None
+
+
+EPOCHS = 20  # so that all but 1 in 20 have their largest batch in between
 
 
 @dataclass(frozen=True)
@@ -70,6 +98,7 @@ class Batches:
         large_size: number of samples in ``large``.
         draws: batches of other samples; None if there are no others.
         draw: which of them the real ones are; above 0, fake ones are as these.
+        epoch: of which they are the largest instead.
         kinds: if the data sets the sizes of its batches, those of which one takes the most memory.
     """
 
@@ -79,6 +108,7 @@ class Batches:
     large_size: int
     draws: Draws | None = None
     draw: int = 0
+    epoch: Epoch | None = None
     kinds: tuple[Batches, ...] = ()
 
     def is_real_at(self, batch_size: int) -> bool:
@@ -130,6 +160,8 @@ class Batches:
         """The batch of the draw, on the CPU."""
         assert self.draws is not None
         with unset_fake_temporarily():
+            if self.epoch:
+                return self.draws.largest_of_epoch(batch_size, self.epoch)
             return self.draws.batch(batch_size, self.draw)
 
     def held(self, batch: Any) -> list[torch.Tensor]:

@@ -20,6 +20,7 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from typing_extensions import override
 
+from lightning_memguard.core.batch.batches import Epoch
 from lightning_memguard.core.capture.counters import Counters, Due
 from lightning_memguard.core.capture.leftovers import without_collections
 from lightning_memguard.core.capture.naming import line_behind
@@ -52,10 +53,12 @@ class Variant:
     Attributes:
         number: of the real batches, and of the random numbers that the step draws; those of 0 are the run's own.
         shares: how large the results are whose size depends on values.
+        epoch: of which the real batch is the largest, in place of the one with that number.
     """
 
     number: int = 0
     shares: Shares = ()
+    epoch: Epoch | None = None
 
 
 FIRST = Variant()
@@ -356,7 +359,8 @@ def _recorded(
         with isolated_rng(), without_collections():
             if variant.number:
                 seed_all(variant.number)
-            program.of_draw(variant.number).run(recorder, batch_size, fake=method != "real")
+            epoch = variant.epoch and variant.epoch._replace(steps=program.steps_of_epoch(batch_size))
+            program.of_draw(variant.number, epoch).run(recorder, batch_size, fake=method != "real")
     trace = replace(recorder.trace(batch_size, method), seconds=process_time() - started)
     if where.type != program.device.type:
         note = f"the step ran on the {where.type.upper()}, whose kernels may keep other tensors than the GPU's"

@@ -18,7 +18,7 @@ from lightning_memguard.core.capture.storages import Storages, plain_tensors
 from lightning_memguard.core.foreign import aten as _aten
 from lightning_memguard.core.kernels import table
 from lightning_memguard.core.kernels.arguments import Call
-from lightning_memguard.core.simulation import mkldnn_lstm, sdpa
+from lightning_memguard.core.simulation import asked, mkldnn_lstm, sdpa
 from lightning_memguard.core.simulation.backward import graph_task
 from lightning_memguard.core.simulation.fake import by_name, training_threads
 from lightning_memguard.core.trace.scratch import NONE, CpuTarget, CudaTarget, Scratch
@@ -68,6 +68,7 @@ class KernelScratch:
         self._cublas: set[bool] = set()  # if a handle is open: in the backward pass or not
         self.is_autotuned = False
         self.largest_product = 0
+        self.inside = 0  # the operator that is noted next, where it was asked
 
     def begin_phase(self) -> None:
         """Read the flags that a model's hooks may have set."""
@@ -104,7 +105,9 @@ class KernelScratch:
             self._open_cublas(name, self.target)
         if rule:
             self._scratch(scratch, None, name)
-        inside = mkldnn_lstm.scratch_bytes(func, args, kwargs)
+        inside, self.inside = self.inside or mkldnn_lstm.scratch_bytes(func, args, kwargs), 0
+        if asked.is_asked(func) and isinstance(self.target, CpuTarget):
+            inside = asked.scratch_bytes(func, args, kwargs) or 0
         if inside:  # it grows with the batch size as the results do
             storages.add_row("free", storages.take(inside, name, "workspaces"), name)
 

@@ -12,8 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple, dataclass, field, replace
 from functools import partial
 
+import numpy as np
 import torch
 
+from lightning_memguard.core.batch.batches import EPOCHS, Epoch
 from lightning_memguard.core.capture.capture import (
     FIRST,
     CaptureFailedError,
@@ -35,6 +37,7 @@ from lightning_memguard.core.replay.learned import Learned
 from lightning_memguard.core.replay.seconds import Speed, Timing
 from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.core.simulation.compiled import NOTE
+from lightning_memguard.core.simulation.value_sizes import ASSUMED, LEAST
 from lightning_memguard.core.trace.growth import Growth, extrapolate, grow
 from lightning_memguard.core.trace.packed import PackedGrowth, PackedTraces
 from lightning_memguard.core.trace.signature import SIGNED_SIZE, signature_of
@@ -85,6 +88,7 @@ class Prediction:
         variants: the captures at each size, if memory depends on values; the largest is in ``traces``.
         others: by batch size, the traces of all variants but the largest.
         ceiling: the largest possible memory, if that is known too.
+        floor: the least possible memory, if ``growth`` is the largest.
         unfrozen: the step that trains all parameters, if frozen ones may be trained later.
         kinds: if the data sets the batch sizes, shapes and bytes of each kind of batch that was captured.
         kind: the place in ``kinds`` of the one that takes the most, which is predicted.
@@ -108,6 +112,7 @@ class Prediction:
     variants: tuple[Variant, ...] = ()
     others: Mapping[int, tuple[Trace, ...]] = field(default_factory=dict)
     ceiling: Growth | PackedGrowth | None = None
+    floor: Growth | PackedGrowth | None = None
     unfrozen: Prediction | None = None
     kinds: tuple[tuple[Shapes, int], ...] = ()
     kind: int = 0
@@ -121,11 +126,12 @@ class Prediction:
 
     def packed(self) -> Prediction:
         """Return the prediction in little memory, slower to ask, without captures that the growth reproduces."""
-        growth, ceiling = (PackedGrowth.of(g) if isinstance(g, Growth) else g for g in (self.growth, self.ceiling))
+        all_growth = self.growth, self.ceiling, self.floor
+        growth, ceiling, floor = (PackedGrowth.of(g) if isinstance(g, Growth) else g for g in all_growth)
         traces, others = ({}, {}) if growth else (dict(self.traces), dict(self.others))
         for size, known in {} if growth else self._known_traces.items():
             traces[size], others[size] = known[0], known[1:]
-        packed = replace(self, growth=growth, ceiling=ceiling, compiled=PackedTraces(self.compiled))
+        packed = replace(self, growth=growth, ceiling=ceiling, floor=floor, compiled=PackedTraces(self.compiled))
         unfrozen = self.unfrozen.packed() if self.unfrozen else None
         return replace(packed, traces=PackedTraces(traces), others=PackedTraces(others), unfrozen=unfrozen)
 
@@ -231,10 +237,15 @@ class Prediction:
         if batch_size not in known:
             found = [self.footprint_of(trace) for trace in self._traces_at(batch_size)]
             most = max(found, key=lambda each: each.most_device_bytes)
-            if len(found) > 1:
+            if any(variant.epoch for variant in self.variants) and len(found) > 1:
+                most = sorted(found, key=lambda each: each.most_device_bytes)[len(found) // 2]
+                most = most.widened(*(end for each in found for end in (each.lowest, each.highest)))
+            elif len(found) > 1:
                 most = _with_range(
                     most, found, self.footprint_of(self.ceiling.at(batch_size)) if self.ceiling else None
                 )
+            least = self.footprint_of(self.floor.at(batch_size)).lowest if self.floor else most.lowest
+            most = most.widened(least) if least.allocated_bytes < most.lowest.allocated_bytes else most
             if batch_size in self.guessed or (self.stopped and batch_size not in self._captured_sizes):
                 most = self._with_doubt(most)
             if self.stopped and self._is_of_one_draw:
@@ -265,7 +276,7 @@ class Prediction:
         times = max(1.0, guessed.batch_size / near)
         grown = self.footprint_at(near)
         of_batch = grown.peak_allocated_bytes - sum(grown.parts[part] for part in _STATIC)
-        more = grown.peak_allocated_bytes + int(of_batch * (times**2 - 1)) - guessed.peak_allocated_bytes
+        more = grown.peak_allocated_bytes + int(of_batch * (times**2 - 1)) - guessed.highest.allocated_bytes
         note = f"not captured at this size: at most as if what belongs to the batch grew with its square from {near}"
         return guessed.widened(guessed.highest.plus(max(0, more)), note=note)
 
@@ -497,7 +508,9 @@ def _predicted(captures: Captures, asked: Prediction, batch_size: int) -> Predic
                 with contextlib.suppress(CannotTraceError):
                     return _real(captures, asked, batch_size)
             found = _uneven(found, batch_size) or found
-            return (_sampled(captures, found, batch_size) or found) if method == "worst-case" else found
+            if method == "worst-case":
+                return _sampled(captures, found, batch_size) or _with_least(captures, found)
+            return found
     try:
         states = capture(program, batch_size, "states")
     except CaptureFailedError as error:
@@ -543,7 +556,7 @@ def _real(captures: Captures, asked: Prediction, batch_size: int) -> Prediction:
     try:
         traces = [capture(program, sizes[0], "real")]
         seconds = traces[0].seconds
-        if seconds > _MOST_SECONDS:
+        if 2 * seconds > _MOST_SECONDS_AT_LEAST:
             sizes, others = sizes[:1], VARIANTS[1:2] if seconds < _MOST_SECONDS_AT_LEAST else ()
         elif seconds * sizes[-1] > _MOST_SECONDS * sizes[0]:
             sizes, others = sizes[:2], VARIANTS[1:2]
@@ -596,7 +609,8 @@ def _may_run(known: Sequence[Trace], batch_size: int) -> bool:
     if smaller is not largest:  # what a step takes at any size does not grow
         rise = (largest.seconds - smaller.seconds) / (largest.batch_size - smaller.batch_size)
         seconds = min(seconds, largest.seconds + max(0.0, rise) * (batch_size - largest.batch_size))
-    return seconds <= _MOST_SECONDS and _most_alive(extrapolate([smaller, largest], batch_size)) <= _free_bytes()
+    likely = extrapolate([smaller, largest], batch_size).only("point")
+    return seconds <= _MOST_SECONDS and _most_alive(likely) <= _free_bytes()
 
 
 def _free_bytes() -> int:
@@ -629,15 +643,30 @@ def _uneven(stretched: Prediction, batch_size: int) -> Prediction | None:
         times, numbers = stretched.program.uneven_draws(batch_size, _UNEVEN_DRAWS)
         if times <= _CLEARLY:
             return None
+        weights = _weights(stretched, batch_size, numbers)
+        variants = tuple(Variant(1 + place, epoch=Epoch(place, weights)) for place in (0, EPOCHS // 2, EPOCHS - 1))
+        what = f"an epoch, and the range is of {EPOCHS} epochs" if any(weights) else f"{len(_UNEVEN_DRAWS)}"
         note = (
-            f"samples differ in size: predicted for the largest of {len(_UNEVEN_DRAWS)} batches drawn at random; one "
-            f"of the largest sample alone would be {times:.1f} times as large"
+            f"samples differ in size: predicted for the largest batch of {what}, drawn at random; one of the largest "
+            f"sample alone would be {times:.1f} times as large"
         )
-        found = _by_variants(stretched, tuple(map(Variant, numbers)), note)
+        found = _by_variants(stretched, variants if any(weights) else tuple(map(Variant, numbers)), note)
         found.trace_at(batch_size)
     except Exception:  # noqa: BLE001 - the user's collate function may raise anything
         return None
     return found
+
+
+def _weights(stretched: Prediction, batch_size: int, draws: Sequence[int]) -> tuple[float, float]:
+    """Fit how a step's memory grows with a batch's `measures`: on batches of the largest sample, and on some draws."""
+    known = [(stretched.program.measures(size, 0), trace) for size, trace in stretched.traces.items()]
+    for draw in draws:
+        trace = capture(stretched.program, batch_size, stretched.method, Variant(draw))
+        known.append((stretched.program.measures(batch_size, draw), trace))
+    rows = np.array([(1, *measures) for measures, _ in known], dtype=float)
+    scales = rows.max(0).clip(1)
+    found = np.linalg.lstsq(rows / scales, np.array([_most_alive(trace) for _, trace in known]))[0] / scales
+    return max(0.0, float(found[1])), max(0.0, float(found[2]))
 
 
 def _sampled(captures: Captures, worst: Prediction, batch_size: int) -> Prediction | None:
@@ -671,6 +700,17 @@ def _sampled(captures: Captures, worst: Prediction, batch_size: int) -> Predicti
     except CannotTraceError:
         return None
     return sampled if most.highest.allocated_bytes > _CLEARLY * found.peak_allocated_bytes else None
+
+
+def _with_least(captures: Captures, worst: Prediction) -> Prediction:
+    """Predict an upper bound with its lower end: results that depend on values, as small as they can be."""
+    sizes, smallest = worst.growth.sizes if worst.growth else (), Variant(shares=LEAST)
+    if any(ASSUMED in note for trace in worst.traces.values() for note in trace.notes):
+        for size in sizes:
+            captures.start(worst.program, size, "worst-case", smallest)
+        with contextlib.suppress(CannotTraceError):  # it may fail without elements
+            return replace(worst, floor=grow([capture(worst.program, n, "worst-case", smallest) for n in sizes]))
+    return worst
 
 
 def _by_variants(known: Prediction, variants: tuple[Variant, ...], note: str) -> Prediction:

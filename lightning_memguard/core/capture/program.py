@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 from typing_extensions import Self, override
 
-from lightning_memguard.core.batch.batches import Batches
+from lightning_memguard.core.batch.batches import Batches, Epoch
 from lightning_memguard.core.batch.nesting import batch_bytes, map_tensors, shapes_of, tensors_in
 from lightning_memguard.core.capture.leftovers import Leftovers
 from lightning_memguard.core.capture.recorder import Recorder, gradients_of, refuse_sparse, watching
@@ -138,9 +138,18 @@ class Program(ABC):
         """Return the program on batches stretched from one, without the samples that make other real ones."""
         return self._with_families(lambda each: replace(each, draws=None, kinds=()))
 
-    def of_draw(self, number: int) -> Self:
+    def measures(self, batch_size: int, draw: int) -> tuple[int, int]:
+        """Two numbers that the memory of a draw's samples may grow with; see `Draws`."""
+        known = [each.draws.measures(batch_size, draw) for each in self.families if each.draws]
+        return sum(nbytes for nbytes, _ in known), sum(squares for _, squares in known)
+
+    def steps_of_epoch(self, batch_size: int) -> int | None:  # noqa: ARG002
+        """Batches of an epoch; None if unknown."""
+        return None
+
+    def of_draw(self, number: int, epoch: Epoch | None = None) -> Self:
         """Return the program on other real batches, if there are others; with 0 on the first."""
-        return self._with_families(lambda each: replace(each, draw=number)) if number else self
+        return self._with_families(lambda each: replace(each, draw=number, epoch=epoch)) if number else self
 
     @functools.cached_property
     def kinds(self) -> tuple[Self, ...]:

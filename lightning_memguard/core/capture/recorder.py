@@ -33,6 +33,7 @@ from lightning_memguard.core.foreign import aten as _aten
 from lightning_memguard.core.foreign import find, patched
 from lightning_memguard.core.isolation.pool import beat
 from lightning_memguard.core.simulation import (
+    asked,
     compiled,
     cudnn_rnn,
     fake,
@@ -262,7 +263,10 @@ class Recorder(Storages, TorchDispatchMode):
             except Exception:
                 if not any(isinstance(tensor, FakeTensor) for tensor in plain_tensors([args, *kwargs.values()])):
                     raise
-        self.assumptions[fake.unseen(func)] = None
+        inside = asked.scratch_bytes(func, args, kwargs) if self.device_type == "cpu" else None
+        if inside is None:
+            self.assumptions[fake.unseen(func)] = None
+        self._scratch.inside = inside or 0
         return None
 
     def _fake_result(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:

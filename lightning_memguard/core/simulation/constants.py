@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_map
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_memguard.core.foreign import aten as _aten
 from lightning_memguard.core.kernels.arguments import operands
@@ -75,6 +77,7 @@ class KnownFakeMode(RepeatingFakeMode):
         self._held_bytes = 0
         self._overwritten: dict[int, torch.UntypedStorage] = {}  # real ones, whose fake copies were written to
         self.answers: list[bool] = []  # to questions about unknown values, the next one last
+        self._no_numbers: Any = WeakTensorKeyDictionary()  # where a tensor is NaN or infinite
         self.compared: Callable[..., None] | None = None  # is told what single known values are compared with
 
     def may_turn_const(self, t: Tensor) -> bool:
@@ -105,7 +108,12 @@ class KnownFakeMode(RepeatingFakeMode):
                 self.forget(tensor)
         if kind is _Effect.ASKS and self.answers:
             return self.answers.pop()
-        return self.run(func, types, args, kwargs)
+        out = self.run(func, types, args, kwargs)
+        if _asks_for_no_number(func, args):
+            self._no_numbers[out] = None
+        elif func is _aten.any.default and args[0] in self._no_numbers:  # which a step warns of, and goes on
+            self._keep_maker(out, lambda empty: empty.zero_())
+        return out
 
     # -- values
 
@@ -293,6 +301,13 @@ class KnownFakeMode(RepeatingFakeMode):
             else:
                 indices.append(index)
         return args[0], indices
+
+
+def _asks_for_no_number(func: Any, args: Sequence[Any]) -> bool:
+    """Whether an operator tells where a tensor is NaN or infinite."""
+    if func in (_aten.isnan.default, _aten.isinf.default):
+        return True
+    return args[0] is args[1] if func is _aten.ne.Tensor else func is _aten.eq.Scalar and abs(args[1]) == math.inf
 
 
 def _compute(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:

@@ -7,11 +7,13 @@ process while it is on, and no other thread may use torch meanwhile.
 from __future__ import annotations
 
 import copy
+import dis
 import functools
 import importlib
 import inspect
 import operator
 import random
+import re
 import statistics
 import sys
 import types
@@ -56,8 +58,10 @@ class ValueNeededError(CannotTraceError):
     """The step depends on a value, and a fake tensor has none."""
 
 
-def _float_operator(operation: Callable[..., float]) -> Callable[..., UnknownFloat]:
-    def apply(*operands: float) -> UnknownFloat:
+def _float_operator(operation: Callable[..., float]) -> Callable[..., Any]:
+    def apply(*operands: Any) -> Any:
+        if isinstance(operands[-1], Tensor):
+            return NotImplemented  # a tensor does it itself
         return UnknownFloat(operation(*map(float, operands)))
 
     return apply
@@ -67,6 +71,9 @@ class UnknownFloat(float):
     """The result of ``.item()`` for a float that is unknown: it can be logged and printed, not compared or counted."""
 
     def _refuse(self, *_: object) -> bool:
+        valid = _valid_answer()
+        if valid is not None:
+            return valid
         raise ValueNeededError("The step compares the value of a tensor (`.item()`), which only a real run can give.")
 
     def __int__(self) -> int:
@@ -85,6 +92,27 @@ class UnknownFloat(float):
     __hash__ = float.__hash__
 
 
+def _valid_answer() -> bool | None:
+    """What a condition on values is where a step goes on: what it validates is valid, else the training raises, too."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("lightning_memguard."):
+        frame = frame.f_back
+    return _answer_that_goes_on(frame.f_code, frame.f_lasti)
+
+
+@functools.cache
+def _answer_that_goes_on(code: types.CodeType, offset: int) -> bool | None:
+    """The answer with which an ``if`` at a place in bytecode does not raise; None if it does more than raise."""
+    here, *others = (each for each in dis.get_instructions(code) if each.offset >= offset)
+    jump, *then = [each for each in (here, *others) if each is not here or "JUMP" in each.opname] or [here]
+    if not jump.opname.startswith("POP_JUMP") or not jump.opname.endswith(("IF_FALSE", "IF_TRUE")):
+        return None
+    end = next((each for each in then if _ENDS.search(each.opname)), None)
+    raises = end is not None and end.opname == "RAISE_VARARGS" and end.offset < jump.argval
+    return jump.opname.endswith("IF_TRUE") if raises else None
+
+
+_ENDS = re.compile("JUMP|RETURN|RAISE|FOR_ITER|SEND")  # of a block without branches
 _MOST_READ = 64  # elements of a trained parameter whose values the step may read
 
 
@@ -435,8 +463,8 @@ def call(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> objec
 
     This differs from torch in: 1. A deep copy of a fake tensor makes no real storage. 2. A float that is read (usually
     to be logged) is an `UnknownFloat`; ``float(tensor)`` must return a plain float, so comparing that one goes
-    unnoticed. 3. Arguments that distributions validate are valid. 4. Known values are read as NumPy arrays. 5. The rows
-    of a packed sequence, which the step reads, are known.
+    unnoticed. 3. Arguments that distributions validate are valid, as is what the step refuses by ``if ...: raise``.
+    4. Known values are read as NumPy arrays. 5. The rows of a packed sequence, which the step reads, are known.
     """
     if args and isinstance(args[0], FakeTensor):
         if func is torch.Tensor.__deepcopy__:
@@ -446,9 +474,10 @@ def call(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> objec
             return memo[id(tensor)]
         if func in _READS_FLOAT and args[0].is_floating_point() and known_value(args[0]) is None:
             return UnknownFloat(1.0) if func is torch.Tensor.item else 1.0
-        if func is _IS_ALL_TRUE and known_value(args[0]) is None:
-            func(*args, **kwargs)
-            return True
+        if func in _ASKS_WHETHER and known_value(args[0]) is None:
+            valid = _valid_answer() if func is torch.Tensor.__bool__ else True
+            answer = func(*args, **kwargs) if valid is None or func is _IS_ALL_TRUE else None
+            return answer if valid is None else valid
         if func in _READS_ARRAY and (value := known_value(args[0])) is not None:
             return func(value, *args[1:], **kwargs)
         if func is _PACK_PADDED:
@@ -459,6 +488,7 @@ def call(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> objec
 
 _PACK_PADDED = find("torch._VF._pack_padded_sequence")
 _IS_ALL_TRUE = find("torch._is_all_true")
+_ASKS_WHETHER = (torch.Tensor.__bool__, _IS_ALL_TRUE)
 _READS_FLOAT = (torch.Tensor.item, torch.Tensor.__float__)
 _READS_ARRAY = (torch.Tensor.numpy, torch.Tensor.__array__)
 

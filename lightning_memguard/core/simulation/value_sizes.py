@@ -19,6 +19,9 @@ from lightning_memguard.core.foreign import aten as _aten
 from lightning_memguard.core.simulation.fake import ValueNeededError
 from lightning_memguard.core.trace.trace import Share, Shares
 
+ASSUMED = "its largest result"
+LEAST: Shares = ((("", ""), (((0,) * 64, 1),)),)  # each result as small as it can be: of no element
+
 
 class ValueSizes:
     """The shares of one run.
@@ -54,6 +57,8 @@ class ValueSizes:
         Raises:
             ValueNeededError: the step asks for a value.
         """
+        if self._given == dict(LEAST):
+            return result_of(func, args, kwargs, LEAST[0][1][0])
         key = str(func), line
         shares, place = self._given.get(key, ()), self._asked[key]
         self._asked[key] += 1
@@ -73,7 +78,7 @@ def result_of(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], s
 
 def assumption(func: OpOverload) -> str:
     """Return the note on the size that `result_of` assumes for an operator without a share."""
-    assumed = "minlength bins" if func is _aten.bincount.default else "its largest result"
+    assumed = "minlength bins" if func is _aten.bincount.default else ASSUMED
     return f"{func} was assumed to return {assumed}"
 
 

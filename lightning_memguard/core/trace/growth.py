@@ -16,7 +16,7 @@ from functools import partial
 from math import ceil
 
 from lightning_memguard.core.trace.scratch import Scratch
-from lightning_memguard.core.trace.trace import Event, Kernel, ScratchSpan, Trace, moments_of, scratch_events
+from lightning_memguard.core.trace.trace import CASES, Event, Kernel, ScratchSpan, Trace, moments_of, scratch_events
 from lightning_memguard.core.trace.work import Group, Work, groups_of, work_at
 from lightning_memguard.errors import CannotTraceError
 
@@ -141,10 +141,11 @@ def extrapolate(traces: Sequence[Trace], batch_size: int) -> Trace:
     """The largest of some traces as it would be at another size, if its events do not follow those of the others.
 
     What belongs to the batch is assumed to grow as it did between the two largest sizes: block by block if a module
-    asked an operator for as many blocks at both, else as all that belongs to the same part did together.
+    asked an operator for as many blocks at both, else as all that belongs to the same part did together. Its range
+    grows with the distance: such a block may as well grow in proportion, as it does from one size alone; or not at all.
 
     Args:
-        traces: one at least, in any order; if there is one alone, what belongs to the batch grows in proportion.
+        traces: one at least, in any order.
         batch_size: the size wanted.
     """
     *others, largest = sorted(traces, key=lambda trace: trace.batch_size)
@@ -152,7 +153,7 @@ def extrapolate(traces: Sequence[Trace], batch_size: int) -> Trace:
     steps = Fraction(batch_size - largest.batch_size, largest.batch_size - (smaller.batch_size if smaller else 0))
     before, now = (_by_request(trace) if trace else {} for trace in (smaller, largest))
     there, here = (_bytes_by_part(blocks) for blocks in (before, now))
-    grown: dict[tuple[int, str], int] = {}
+    grown: dict[tuple[int, str], tuple[int, int]] = {}
     for request, blocks in now.items():
         known = before.get(request, [])
         for place, event in enumerate(blocks):
@@ -160,13 +161,20 @@ def extrapolate(traces: Sequence[Trace], batch_size: int) -> Trace:
                 more = Fraction(event.nbytes - known[place].nbytes)
             else:
                 more = Fraction(event.nbytes * (here[event.part] - there[event.part]), here[event.part] or 1)
-            grown[event.block, event.case] = max(0, ceil(event.nbytes + max(Fraction(0), more) * steps))
-    events = tuple(
-        event._replace(nbytes=grown.get((event.block, event.case), event.nbytes)) for event in largest.events
-    )
+            likely = max(0, ceil(event.nbytes + max(Fraction(0), more) * steps))
+            other = ceil(Fraction(event.nbytes * batch_size, largest.batch_size)) if smaller else event.nbytes
+            grown[event.block, event.case] = likely, other
+    events = list[Event]()
+    for event in largest.events:
+        likely, other = grown.get((event.block, event.case), (event.nbytes, event.nbytes))
+        if event.case or likely == other:
+            events.append(event._replace(nbytes=likely))
+        else:
+            by_case = zip(CASES, sorted((likely, other, likely)), strict=True)
+            events += [event._replace(nbytes=nbytes, case=case) for case, nbytes in by_case]
     pair = [trace for trace in (smaller, largest) if trace]
     work = work_at(groups_of([trace.work for trace in pair]), [trace.batch_size for trace in pair], batch_size)
-    made = replace(largest, batch_size=batch_size, events=events, kernels=(), scratch_spans=(), batch=None)
+    made = replace(largest, batch_size=batch_size, events=tuple(events), kernels=(), scratch_spans=(), batch=None)
     return replace(made, seconds=0.0, work=work)
 
 

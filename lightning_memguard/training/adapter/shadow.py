@@ -113,6 +113,15 @@ class LightningStep(Program):
     def trains(self) -> bool:
         return self.stage == "fit"
 
+    @override
+    def steps_of_epoch(self, batch_size: int) -> int | None:
+        count = self.batches_per_epoch(batch_size) if self.batches_per_epoch and self.trains else None
+        if count is None:
+            return None
+        limit, most = self.trainer.limit_train_batches, self.trainer.max_steps * self.trainer.accumulate_grad_batches
+        count = int(count * limit) if isinstance(limit, float) else min(count, limit)
+        return max(1, min(count, most) if most > 0 else count)
+
 
 class Shadow:
     """A shadow Trainer for a program, and the callback in it that marks the phases of its steps.

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from typing_extensions import override
 
-from lightning_memguard.core.batch.batches import Draws
-from lightning_memguard.core.batch.nesting import is_dense, map_tensors, tensors_in
+from lightning_memguard.core.batch.batches import EPOCHS, Draws, Epoch
+from lightning_memguard.core.batch.nesting import batch_bytes, is_dense, map_tensors, tensors_in
 from lightning_memguard.core.isolation.pool import in_child
 from lightning_memguard.core.simulation.fake import storage_address
 from lightning_memguard.training.adapter.loader_access import arrange
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
     from pytorch_lightning.utilities import CombinedLoader
 
 _LARGEST_IN = 3  # so many draws hold the largest samples, as some batch of the training does; others hold any
+
+_MOST_CHOSEN = 1 << 16  # samples of an epoch that is simulated
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,7 @@ class CollatedDraws(Draws):
         factor: see ``unit``.
         multiple: batch sizes that the collate function takes are multiples of this.
         in_order: whether the sampler decides which samples come together.
+        is_whole: whether these are all samples, in the order in which each epoch has them.
         stay: whether the dataset gives the same tensors each time; others go with their batch.
     """
 
@@ -45,6 +50,7 @@ class CollatedDraws(Draws):
     factor: int
     multiple: int
     in_order: bool
+    is_whole: bool = False
     stay: bool = False
 
     @override
@@ -53,7 +59,48 @@ class CollatedDraws(Draws):
 
     @override
     def batch(self, batch_size: int, draw: int) -> Any:
-        count = batch_size // self.unit * self.factor
+        return self._collated(self._chosen(self._count(batch_size), draw))
+
+    @override
+    def measures(self, batch_size: int, draw: int) -> tuple[int, int]:
+        pool, sizes = self._pool
+        known = {id(each): size for each, size in zip(pool, sizes.tolist(), strict=True)}
+        count, largest = self._count(batch_size), int(sizes.max())
+        chosen = [known[id(each)] for each in self._chosen(count, draw)] if draw else [largest] * count
+        return sum(chosen), count * max(chosen) ** 2
+
+    @override
+    def largest_of_epoch(self, batch_size: int, epoch: Epoch) -> Any:
+        (pool, sizes), count, (of_bytes, of_squares) = self._pool, self._count(batch_size), epoch.weights
+        steps = min(epoch.steps or max(1, len(pool) // count), max(1, _MOST_CHOSEN // count))
+        found = list[tuple[float, list[int]]]()
+        for number in range(EPOCHS):
+            order = self._order(number, steps * count).reshape(steps, count)
+            batches = sizes[order]
+            grown = of_bytes * batches.sum(1) + of_squares * count * batches.max(1) ** 2
+            found.append((float(grown.max()), order[grown.argmax()].tolist()))
+        _, chosen = sorted(found)[epoch.place]
+        return self._collated([pool[place] for place in chosen])
+
+    def _order(self, number: int, length: int) -> np.ndarray:
+        """Places in the pool as an epoch begins; samples in order begin anywhere, unless all are known."""
+        if self.in_order:
+            start = 0 if self.is_whole else number * len(self.samples) // EPOCHS
+            return np.arange(start, start + length) % len(self.samples)
+        shuffled, count = np.random.default_rng(number).permutation, len(self._pool[0])
+        return np.concatenate([shuffled(count) for _ in range(-(-length // count))])[:length]
+
+    @functools.cached_property
+    def _pool(self) -> tuple[list[Any], np.ndarray]:
+        """All samples that are known, and their bytes."""
+        known = set(map(id, self.samples))
+        pool = [*self.samples, *(each for each in self.largest if id(each) not in known)]
+        return pool, np.array([batch_bytes(each) for each in pool])
+
+    def _count(self, batch_size: int) -> int:
+        return batch_size // self.unit * self.factor
+
+    def _chosen(self, count: int, draw: int) -> list[Any]:
         largest = set(map(id, self.largest)) if self.in_order else set[int]()
         places = [place for place, each in enumerate(self.samples) if id(each) in largest]  # as far as they were kept
         chosen = self._in_order(count, draw, places) if self.in_order else self._by_chance(count, draw)
@@ -61,6 +108,9 @@ class CollatedDraws(Draws):
             known = set(map(id, chosen))
             missing = [each for each in self.largest[: max(1, count // 2)] if id(each) not in known]
             chosen = [*missing, *chosen[len(missing) :]]
+        return chosen
+
+    def _collated(self, chosen: list[Any]) -> Any:
         batch = self.collate(chosen)
         return batch if self.stay and in_child() else _apart_from(chosen, batch)  # a step may write to it
 
@@ -113,6 +163,15 @@ class ArrangedDraws(Draws):
     @override
     def batch(self, batch_size: int, draw: int) -> Any:
         return arrange(self.combined, [draws.batch(batch_size, draw) for draws in self.each])
+
+    @override
+    def measures(self, batch_size: int, draw: int) -> tuple[int, int]:
+        nbytes, squares = zip(*(draws.measures(batch_size, draw) for draws in self.each), strict=True)
+        return sum(nbytes), sum(squares)
+
+    @override
+    def largest_of_epoch(self, batch_size: int, epoch: Epoch) -> Any:
+        return arrange(self.combined, [draws.largest_of_epoch(batch_size, epoch) for draws in self.each])
 
     @override
     def held(self, batch: Any) -> list[torch.Tensor]:

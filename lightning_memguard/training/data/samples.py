@@ -245,9 +245,10 @@ def _largest_samples(loader: DataLoader[Any], unit: int, factor: int) -> LoaderS
     index, first = largest.first
     kept_by_dataset = not stream and bool(attempt(lambda: share_memory(first, *_read(loader, [index]))).value)
     stay = kept_by_dataset and bool(attempt(lambda: share_memory(largest.collate([first]), first)).value)
-    draws = CollatedDraws(largest.collate, kept, largest.largest, unit, factor, unit * multiple, in_order, stay)
+    whole, multiple = sequential and all_seen and len(kept) == largest.seen, unit * multiple
+    draws = CollatedDraws(largest.collate, kept, largest.largest, unit, factor, multiple, in_order, whole, stay)
     samples = largest.seen if all_seen else None
-    return LoaderSamples(replace(batches, draws=draws), note, unit * multiple, samples, not kept_by_dataset)
+    return LoaderSamples(replace(batches, draws=draws), note, multiple, samples, not kept_by_dataset)
 
 
 class _LargestSamples:

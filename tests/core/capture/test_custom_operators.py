@@ -9,6 +9,7 @@ from torch import nn
 from lightning_memguard.core.batch.batches import batches_from_one
 from lightning_memguard.core.capture.capture import capture_here
 from lightning_memguard.core.capture.program import LoopProgram
+from lightning_memguard.core.simulation import asked
 from lightning_memguard.core.trace.trace import Trace
 
 
@@ -120,3 +121,32 @@ def test_a_kernel_that_was_registered_in_python_is_looked_into(operator):
     trace = captured(Registered(operator), "fake")
     assert trace.notes == ()
     assert any(event.nbytes == 64 * 512 for event in trace.events)
+
+
+_library.define("roomy(Tensor x, bool fails=False) -> Tensor")
+_library.impl("roomy", lambda x, fails=False: _roomy(x) if x.data_ptr() and not fails else x[100], "CPU")
+_library.impl("roomy", lambda x, fails=False: torch.empty_like(x), "Meta")
+
+
+def _roomy(x: torch.Tensor) -> torch.Tensor:
+    return x.repeat(8, 1)[: len(x)].clone()
+
+
+class Roomy(Custom):
+    def __init__(self, *, fails: bool) -> None:
+        super().__init__()
+        self.fails = fails
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.ops.memguard_tests.roomy((x @ self.weight).detach(), self.fails).sum() + self.weight.sum()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.usefixtures("here")
+def test_an_operator_that_cannot_be_looked_into_is_asked_in_a_process_of_its_own(fails, monkeypatch):
+    """Eight copies of 512 bytes while it runs, next to its result."""
+    monkeypatch.setattr(asked, "in_child", lambda: True)
+    trace = captured(Roomy(fails=fails), "fake")
+    taken = {event.nbytes for event in trace.events if event.part == "workspaces"}
+    unseen = "what memguard_tests::roomy allocates inside is not seen: it is not implemented in Python"
+    assert (taken, trace.notes) == ((set(), (unseen,)) if fails else ({8 * 512}, ()))

@@ -19,7 +19,7 @@ from lightning_memguard.core.capture.predict import capture
 from lightning_memguard.core.capture.program import LoopProgram
 from lightning_memguard.core.trace.growth import extrapolate, grow
 from lightning_memguard.core.trace.scratch import ByteRange, Scratch
-from lightning_memguard.core.trace.trace import Event, Kernel, ScratchSpan, Trace, moments_of, scratch_events
+from lightning_memguard.core.trace.trace import CASES, Event, Kernel, ScratchSpan, Trace, moments_of, scratch_events
 from lightning_memguard.errors import CannotTraceError
 
 
@@ -377,7 +377,19 @@ def test_what_belongs_to_the_batch_is_drawn_on_by_a_line_and_the_rest_stays():
         return Trace(batch_size, "cpu", "real", (*events, Event("free", 1, scratch, "workspaces", "optimizer")))
 
     small, large = ran(2, 40, scratch=90), ran(4, 30, 30, scratch=100)
-    assert sizes_of(extrapolate([large, small], 8)) == [100, 120, 50, 50, 120], "20 more for two samples, 40 for four"
-    assert sizes_of(extrapolate([large], 8)) == [100, 200, 60, 60, 200]
-    assert sizes_of(extrapolate([small, large], 3)) == [100, 95, 25, 25, 95]
+
+    def drawn_on(traces: list[Trace], batch_size: int) -> dict[str, list[int]]:
+        return {case: sizes_of(extrapolate(traces, batch_size).only(case)) for case in CASES}
+
+    assert drawn_on([large, small], 8) == {
+        "low": [100, 120, 50, 50, 120],
+        "point": [100, 120, 50, 50, 120],  # 20 more for two samples, 40 for four
+        "high": [100, 200, 60, 60, 200],  # in proportion
+    }
+    assert drawn_on([large], 8) == {
+        "low": [100, 100, 30, 30, 100],  # from one size alone: maybe not at all
+        "point": [100, 200, 60, 60, 200],
+        "high": [100, 200, 60, 60, 200],
+    }
+    assert drawn_on([small, large], 3)["point"] == [100, 95, 25, 25, 95]
     assert extrapolate([small, large], 4).events == large.events

@@ -21,7 +21,10 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, TensorDataset
 
 from lightning_memguard import CannotTraceError, MemGuard
+from lightning_memguard.core.batch.batches import EPOCHS, Epoch
+from lightning_memguard.core.capture.predict import predict
 from lightning_memguard.core.capture.program import LoopProgram
+from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.training.data import samples
 from lightning_memguard.training.data.copies import copy_for_reading
 from lightning_memguard.training.data.loaders import source_of
@@ -51,6 +54,58 @@ def test_draws_of_a_loader_in_order_are_batches_that_it_gives() -> None:
     drawn = [[len(each) for each in draws.batch(2, number)] for number in range(5)]
     assert drawn[0] == [9, 3]
     assert all(each in ([1, 2], [9, 3], [4, 5], [8, 6]) for each in drawn)
+
+
+def lengths_of_largest(loader: Any, size: int, weights: tuple[float, float], steps: int | None) -> list[int]:
+    """Return the sum of the lengths in the largest batch of the least, the middle and the largest of the epochs."""
+    draws = draw(loader).batches.draws
+    assert draws is not None
+    return [sum(map(len, draws.largest_of_epoch(size, Epoch(place, weights, steps)))) for place in (0, 10, EPOCHS - 1)]
+
+
+@pytest.mark.parametrize(("weights", "steps"), [((1.0, 0.0), None), ((1.0, 0.0), 2), ((0.0, 1.0), None)])
+def test_the_largest_batch_of_an_epoch_is_a_matter_of_chance(weights: tuple[float, float], steps: int | None) -> None:
+    lengths = [*range(1, 40), 100]
+    loader = DataLoader(of_lengths(*lengths), batch_size=4, shuffle=True, collate_fn=lambda items: items)
+    least, middle, most = lengths_of_largest(loader, 4, weights, steps)
+    assert most <= 100 + 39 + 38 + 37
+    if weights[0]:
+        assert least <= middle <= most
+    if steps is None:
+        assert least > 100, "the largest sample is in some batch of each epoch"
+    elif steps == 2:
+        assert least < 100, "but not of its first batches"
+
+
+def test_the_largest_batch_of_a_loader_that_does_not_shuffle_is_known() -> None:
+    lengths = [1, 2, 9, 3, 8, 5, 4, 6]
+    loader = DataLoader(of_lengths(*lengths), batch_size=2, collate_fn=lambda items: items)
+    assert lengths_of_largest(loader, 2, (1.0, 0.0), None) == [13, 13, 13]
+    assert lengths_of_largest(loader, 2, (1.0, 0.0), 2) == [12, 12, 12]
+    assert lengths_of_largest(loader, 4, (0.0, 1.0), None) == [15, 15, 15]
+
+
+def test_uneven_samples_are_predicted_with_the_range_of_epochs() -> None:
+    """A step whose memory goes with its samples' lengths and with the square of the longest."""
+
+    def step(model: nn.Module, items: list[torch.Tensor]) -> torch.Tensor:
+        rows = torch.cat([model(each.float()[:, None]) for each in items])
+        longest = max(map(len, items))
+        return rows.sum() + (rows[:1] * torch.ones(len(items), longest * longest)).exp().sum()
+
+    torch.manual_seed(0)
+    loader = DataLoader(of_lengths(*range(10, 60)), batch_size=4, shuffle=True, collate_fn=lambda items: items)
+    batches, none = draw(loader).batches, lambda parameters: torch.optim.SGD(parameters, lr=0.1)
+    program = LoopProgram(nn.Linear(1, 1), batches, step, none, torch.device("cpu"))
+    found = predict(program, 4, AllocatorSettings.for_device("cpu", {})).footprint_at(4)
+    assert (found.method, found.notes[0].split(",")[0]) == (
+        "fake",
+        "samples differ in size: predicted for the largest batch of an epoch",
+    )
+    assert found.low is not None
+    assert found.high is not None
+    assert found.low.allocated_bytes < found.peak_allocated_bytes < found.high.allocated_bytes
+    assert found.high.allocated_bytes < 1.1 * found.low.allocated_bytes, "the longest sample is in each epoch"
 
 
 @pytest.mark.parametrize("keeps", [True, False])

@@ -348,8 +348,7 @@ def test_a_validation_step_that_reads_values_drags_nothing_down(trainer: Any, ma
 
     class Branching(Noting):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
-            if self.loss(batch).item() > 1e9:
-                raise ValueError
+            self.diverged = bool(self.loss(batch) > 1e9)
 
     guard = MemGuard("check")
     trainer(guard).fit(Branching(), DataLoader(many, batch_size=64), DataLoader(many, batch_size=1024))
