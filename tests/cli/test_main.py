@@ -631,3 +631,4 @@ def test_the_ways_to_see_so_many_samples_are_printed_with_their_cost(project: An
     assert way["dollars_per_million_samples"] is None
     assert main(["plan", *NET, *DATA, "--price", "H100=2"]) == BAD_USE
     assert main([*options, "--price", "H100"]) == BAD_USE
+    assert main([*options, "--advise"]) == BAD_USE

@@ -71,6 +71,8 @@ def run(options: argparse.Namespace) -> bool:
             check_device(device)
         if options.target_batch is None and options.price:
             raise MemGuardError("--price is the cost of the ways that --target-batch finds.")
+        if options.target_batch is not None and (options.advise or options.measured or options.report):
+            raise MemGuardError("--target-batch goes without --advise, --measured and --report: leave them out.")
         subject = read_subject(options, say)
         plans, found = [], None
         if options.target_batch is not None:
