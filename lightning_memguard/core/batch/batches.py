@@ -54,7 +54,7 @@ class Draws(Protocol):
     def batch(self, batch_size: int, draw: int) -> Any:
         """The batch of a draw, the same each time."""
 
-    def held(self, batch: Any) -> list[torch.Tensor]:  # noqa: ARG002
+    def held(self, batch: object) -> list[torch.Tensor]:  # noqa: ARG002
         """Tensors of a batch whose memory is the dataset's own, before the batch and after it."""
         return []
 
@@ -132,7 +132,7 @@ class Batches:
         with unset_fake_temporarily():
             return self.draws.batch(batch_size, self.draw)
 
-    def held(self, batch: Any) -> list[torch.Tensor]:
+    def held(self, batch: object) -> list[torch.Tensor]:
         """Tensors of a batch whose memory is the dataset's own."""
         return self.draws.held(batch) if self.draws else []
 
