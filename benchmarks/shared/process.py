@@ -2,11 +2,14 @@
 
 import contextlib
 import ctypes
+import functools
 import gc
+import importlib.util
 import json
 import os
 import resource
 import signal
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -14,6 +17,15 @@ from pathlib import Path
 from typing import Any
 
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+
+
+@functools.cache
+def script(path: Path) -> Any:
+    """A script as a module: the names of some, such as `field.py`, are those of packages."""
+    spec = importlib.util.spec_from_file_location(f"{path.stem}_script", path)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def describe(error: BaseException) -> str:
