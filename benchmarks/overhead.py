@@ -418,11 +418,11 @@ def limited_training(name: str, who: str, batch_size: int, room_bytes: int) -> d
     from pytorch_lightning.callbacks import BatchSizeFinder
     from pytorch_lightning.tuner import batch_size_scaling
 
-    seen = {"seconds": 0.0, "failed": 0}
+    seen = {"seconds": 0.0, "failures": 0}
     is_failure = batch_size_scaling.is_oom_error
 
     def counted(error: BaseException) -> bool:
-        seen["failed"] += is_failure(error)
+        seen["failures"] += is_failure(error)
         return is_failure(error)
 
     batch_size_scaling.is_oom_error = counted  # Lightning asks about the kind of each error that it catches
@@ -445,7 +445,7 @@ def limited_training(name: str, who: str, batch_size: int, room_bytes: int) -> d
         pl.Trainer(accelerator="cpu", max_epochs=1, limit_val_batches=0, **QUIET, callbacks=callbacks).fit(module)
     except (RuntimeError, MemoryError) as failure:
         error = str(failure).splitlines()[0][:160]
-        seen["failed"] += 1
+        seen["failures"] += 1
     return {"batch_size": stop.batch_size, "error": error, **seen}
 
 
@@ -467,7 +467,7 @@ def in_a_process(name: str, who: str, batch_size: int, room_bytes: int) -> dict[
     try:
         return forked(partial(limited_training, name, who, batch_size, room_bytes), torch.get_num_threads())
     except RuntimeError as error:
-        return {"batch_size": batch_size, "error": str(error)[:160], "seconds": 0.0, "failed": 1}
+        return {"batch_size": batch_size, "error": str(error)[:160], "seconds": 0.0, "failures": 1}
 
 
 def largest_that_trains(trains: Callable[[int], bool], start: int) -> int:
@@ -495,7 +495,7 @@ def finder(options: argparse.Namespace) -> None:
     print(f"{'':18}{'batch size':>12}{'of largest':>12}{'seconds':>10}{'failed allocations':>20}  then trained")
     for who, row in found.items():
         size = row["batch_size"]
-        cells = f"{size:12}{size / largest:12.1%}{row['seconds']:10.2f}{row['failed']:20}"
+        cells = f"{size:12}{size / largest:12.1%}{row['seconds']:10.2f}{row['failures']:20}"
         print(f"{who:18}{cells}  {row['error'] or 'yes'}")
     print(f"{'largest by trying':18}{largest:12}")
 
