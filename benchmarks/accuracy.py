@@ -29,7 +29,6 @@ the least median width that strictly holds 90 % of them. The other half shows wh
 import argparse
 import contextlib
 import csv
-import gzip
 import hashlib
 import itertools
 import json
@@ -48,6 +47,8 @@ from unittest import mock
 
 import torch
 from torch import nn
+
+from record import read
 
 HERE = Path(__file__).parent
 MIB = 1 << 20
@@ -124,6 +125,10 @@ class Run:
     @property
     def width(self) -> float:
         return 100 * (self.high - self.low) / self.measured
+
+    @property
+    def is_recent(self) -> bool:
+        return self.version.startswith("2025")
 
     @property
     def is_new(self) -> bool:
@@ -447,10 +452,6 @@ def recordings() -> list[Path]:
     return sorted((*HERE.glob("recordings/*.json"), *HERE.glob("recordings/*.json.gz")))
 
 
-def read(path: Path) -> dict[str, Any]:
-    return json.loads(gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes())
-
-
 @dataclass(frozen=True)
 class Recorded:
     """One recorded training and what was predicted for it, in bytes."""
@@ -468,14 +469,12 @@ def predict_recorded(task: tuple[str, dict[str, Any], dict[str, Any]]) -> Record
     """Predict one training of the corpus for the GPU that it was recorded on."""
     from torch.utils.data import DataLoader
 
-    from lightning_memguard.core.batch.batches import batches_from_one
     from lightning_memguard.core.capture.predict import predict as predict_program
     from lightning_memguard.core.gpus import Gpu
     from lightning_memguard.core.replay.replay import replay
     from lightning_memguard.core.replay.settings import AllocatorSettings
-    from lightning_memguard.training.adapter.program import LightningProgram
-    from lightning_memguard.training.planning.subject import trainer_for
     from shared.corpus import corpus
+    from shared.predicted import program_of
 
     quieten()
     name, case, machine = task
@@ -484,9 +483,7 @@ def predict_recorded(task: tuple[str, dict[str, Any], dict[str, Any]]) -> Record
     gpu = Gpu(machine["gpu"], machine["total_memory"], capability, machine["multiprocessors"])
     module, size = training.module(), case["batch_size"]
     batch = next(iter(DataLoader(training.dataset(size), batch_size=size)))
-    trainer = trainer_for(module, training.precision, gpu, **training.trainer_kwargs)
-    given = trainer, module, batches_from_one(batch), torch.device("cuda")
-    program = LightningProgram(*given, batches_per_epoch=lambda _: 100, gpu=gpu)
+    program = program_of(module, batch, "cuda", training.precision, gpu, **training.trainer_kwargs)
     settings = AllocatorSettings.for_device("cuda", machine["environ"])
     capped = replace(settings, capacity_bytes=int(training.cap_gib * 2**30)) if training.cap_gib else settings
     prediction = predict_program(program, size, capped, scalable=False)
@@ -564,10 +561,16 @@ def main() -> None:
     rows, aside = (published(name, arguments.only) for name in ("published_runs", "published_runs_aside"))
     with Pool(arguments.jobs) as pool:
         runs = pool.map(predict, rows + aside, chunksize=4)
-        if rows:
-            show_all(runs[: len(rows)])
-        if aside:
-            show_aside(runs[len(rows) :])
+        known, others = (
+            sorted(some, key=lambda run: (run.version, run.model, run.gpu, run.batch))
+            for some in (runs[: len(rows)], runs[len(rows) :])
+        )
+        if known:
+            show_all(known, GROUPS)
+            large_errors([run for run in known if run.is_image and run.is_recent])
+        if others:
+            print("\nKept aside")
+            show_all(others, GROUPS_ASIDE, " kept aside")
         show_halves(runs)
         show_lives(runs, lambda run: run.is_shown)
         for path in recordings():
@@ -584,32 +587,26 @@ def published(name: str, only: str) -> list[dict[str, str]]:
         return [row for row in csv.DictReader(file) if only.lower() in row["model"].lower()]
 
 
-def show_all(runs: list[Run]) -> None:
-    """The published runs, one by one and by group."""
-    runs.sort(key=lambda run: (run.version, run.model, run.gpu, run.batch))
-    show(runs)
-    images = [run for run in runs if run.is_image]
-    recent = [run for run in images if run.version.startswith("2025")]
-    summarise("CNNs, 2025", recent)
-    summarise("CNNs, 2024 (context included, torch 2.3)", [run for run in images if run.version.startswith("2024")])
-    texts = [run for run in runs if not run.is_image]
-    summarise("Transformers (lengths and attention of the real runs unknown)", texts)
-    print(f"\nAll {len(runs)} runs")
-    bounds(runs)
-    large_errors(recent)
+# title: of which runs
+GROUPS: dict[str, Callable[[Run], bool]] = {
+    "CNNs, 2025": lambda run: run.is_image and run.is_recent,
+    "CNNs, 2024 (context included, torch 2.3)": lambda run: run.is_image and not run.is_recent,
+    "Transformers (lengths and attention of the real runs unknown)": lambda run: not run.is_image,
+}
+GROUPS_ASIDE: dict[str, Callable[[Run], bool]] = {
+    "Kept aside, CNNs": lambda run: run.is_image,
+    "Kept aside, CNNs of architectures in the other file": lambda run: run.is_image and not run.is_new,
+    "Kept aside, CNNs of other architectures": lambda run: run.is_image and run.is_new,
+    "Kept aside, transformers": lambda run: not run.is_image,
+}
 
 
-def show_aside(runs: list[Run]) -> None:
-    """The runs that nothing was chosen on, one by one and by group."""
-    runs.sort(key=lambda run: (run.model, run.gpu, run.batch))
-    print("\nKept aside")
+def show_all(runs: list[Run], groups: dict[str, Callable[[Run], bool]], kept: str = "") -> None:
+    """Published runs, one by one and by group."""
     show(runs)
-    images = [run for run in runs if run.is_image]
-    summarise("Kept aside, CNNs", images)
-    summarise("Kept aside, CNNs of architectures in the other file", [run for run in images if not run.is_new])
-    summarise("Kept aside, CNNs of other architectures", [run for run in images if run.is_new])
-    summarise("Kept aside, transformers", [run for run in runs if not run.is_image])
-    print(f"\nAll {len(runs)} runs kept aside")
+    for title, is_of in groups.items():
+        summarise(title, [run for run in runs if is_of(run)])
+    print(f"\nAll {len(runs)} runs{kept}")
     bounds(runs)
 
 

@@ -1,18 +1,16 @@
 """Predicted against measured for models that torch.compile compiles, on the CPU, byte for byte.
 
-`estimate` predicts: it compiles nothing, and needs no C++ compiler. Then a process of its own really compiles the model
-(that needs g++), trains it, and has PyTorch's profiler record one step once nothing is compiled any more. What is there
+`estimate` predicts: it compiles nothing, and needs no C++ compiler. Then another fork really compiles the model (that
+needs g++), trains it, and has PyTorch's profiler record one step once nothing is compiled any more. What is there
 before that step (parameters, buffers, optimizer state, batch) is added by its bytes.
 
     python benchmarks/compiled.py                        # the table; some ten minutes on two cores
     python benchmarks/compiled.py --only mlp gpt --json results.json
-    python benchmarks/compiled.py --measure mlp 256      # one real step: the blocks alive at its peak
 """
 
 import argparse
 import json
-import subprocess
-import sys
+import os
 import tempfile
 import time
 import warnings
@@ -29,7 +27,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from lightning_memguard import estimate
 from shared import zoo
-from shared.truth import MemoryEvent, live_bytes, memory_events, peak_of
+from shared.process import forked
+from shared.truth import memory_events, peak_of
 
 GOAL_PERCENT = 0.1
 
@@ -136,9 +135,9 @@ CASES = (
 # Measure -------------------------------------------------------------------------------------------------------------
 
 
-def measure_here(case: Case, size: int) -> tuple[int, list[MemoryEvent]]:
-    """The peak of a step that is compiled already, and the blocks alive at it."""
-    torch.manual_seed(0)
+def measured(case: Case, size: int) -> dict[str, Any]:
+    """The peak of a step that is compiled already, and the seconds it took, of which compiling takes most."""
+    started = time.perf_counter()
     model = case.model()
     optimizer = torch.optim.AdamW(model.parameters())
     batch = case.batch(size)
@@ -159,20 +158,8 @@ def measure_here(case: Case, size: int) -> tuple[int, list[MemoryEvent]]:
             loss = loss_of(model, batch)
         loss.backward()
         optimizer.step()
-    events = memory_events(profiler)
-    place, peak = peak_of(events)
-    *_, (_, live) = live_bytes(events[: place + 1])
-    return static + peak, sorted(live.values(), key=lambda event: -event.bytes)
-
-
-def measure(case: Case, size: int) -> tuple[int, float]:
-    """Measure in a process of its own, and the seconds that it took, of which compiling takes most."""
-    started = time.perf_counter()
-    command = [sys.executable, str(Path(__file__).resolve()), "--measure", case.name, str(size), "--json", "-"]
-    process = subprocess.run(command, capture_output=True, text=True, check=False)
-    if process.returncode:
-        raise RuntimeError(f"{case.name} at {size} was not measured:\n{process.stderr[-2000:]}")
-    return int(process.stdout.split()[-1]), time.perf_counter() - started
+    peak = static + peak_of(memory_events(profiler))[1]
+    return {"measured": peak, "measure_seconds": time.perf_counter() - started}
 
 
 @dataclass(frozen=True)
@@ -195,17 +182,16 @@ class Row:
         return 100 * (self.predicted / self.measured - 1)
 
 
-def compare(case: Case, size: int) -> Row:
+def predicted(case: Case, size: int) -> dict[str, Any]:
     batch = case.batch(size)
     predict = partial(estimate, step=loss_of, optimizer=torch.optim.AdamW, device="cpu", precision=case.precision)
     started = time.perf_counter()
     found = predict(case.model(), batch)
     seconds = time.perf_counter() - started
     eager = predict(_uncompiled(case.model()), batch).peak_allocated_bytes
-    measured, measure_seconds = measure(case, size)
-    peak = found.peak_allocated_bytes
-    low, high = (end.allocated_bytes if end else peak for end in (found.low, found.high))
-    return Row(case.name, size, eager, peak, low, high, found.method, measured, seconds, measure_seconds)
+    low, high = found.lowest.allocated_bytes, found.highest.allocated_bytes
+    sizes = {"eager": eager, "predicted": found.peak_allocated_bytes, "low": low, "high": high}
+    return {**sizes, "method": found.method, "predict_seconds": seconds}
 
 
 def _uncompiled(model: nn.Module) -> nn.Module:
@@ -217,17 +203,10 @@ def _uncompiled(model: nn.Module) -> nn.Module:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these cases only")
-    parser.add_argument("--measure", nargs=2, metavar=("NAME", "SIZE"), help="measure one in this process")
     parser.add_argument("--json", metavar="FILE", help="also write every number to this file")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
     cases = {case.name: case for case in CASES}
-    if arguments.measure:
-        peak, live = measure_here(cases[arguments.measure[0]], int(arguments.measure[1]))
-        for block in live if arguments.json is None else ():
-            print(f"{block.bytes:>14,} {block.operator}")
-        print(peak)
-        return
     print(
         f"{'case':<12} {'batch':>5} {'eager MiB':>10} {'predicted MiB':>13} {'measured MiB':>12} {'error %':>8} "
         f"{'bytes':>9}  {'method':<8} {'seconds':>7} {'real':>5}"
@@ -235,7 +214,8 @@ def main() -> None:
     found = []
     for case in CASES if arguments.only is None else [cases[name] for name in arguments.only]:
         for size in case.sizes:
-            row = compare(case, size)
+            both = (forked(partial(each, case, size), torch.get_num_threads()) for each in (predicted, measured))
+            row = Row(case.name, size, **next(both), **next(both))
             found.append(row)
             mib = [value / 2**20 for value in (row.eager, row.predicted, row.measured)]
             print(
@@ -253,7 +233,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
-        import os
-
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
         main()

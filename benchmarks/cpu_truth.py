@@ -1,6 +1,6 @@
 """Predicted against measured, byte for byte, on the CPU: every case of the zoo, three batch sizes, its optimizers.
 
-Predictions and measurements run in separate processes: the first by lightning_memguard through a Trainer
+Each prediction and each measurement is made in a fork of its own: the first by lightning_memguard through a Trainer
 (`shared/predicted.py`), the second by PyTorch's profiler around a real training (`shared/truth.py`).
 
     python benchmarks/cpu_truth.py                     # the table, then median, 90th percentile and worst
@@ -21,8 +21,11 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from shared.predicted import Predicted, predict_all
-from shared.truth import Truth, measure_all
+import torch
+
+from shared.predicted import Predicted, predict_here
+from shared.process import forked
+from shared.truth import Held, Truth, measure_here
 from shared.zoo import CASES, Case, case_named
 
 LARGE_ERROR_PERCENT = 0.3
@@ -73,13 +76,23 @@ class Choice:
 # Compare -------------------------------------------------------------------------------------------------------------
 
 
-def compare(case: Case, quick: bool, steps: int, threads: int | None) -> list[Comparison]:
-    """The case at all its optimizers and sizes: one process predicts them all, another measures them all."""
+def predict(case: Case, optimizer: str, size: int, threads: int, budget: int | None = None) -> Predicted:
+    return Predicted(**forked(lambda: asdict(predict_here(case, optimizer, size, budget)), threads))
+
+
+def measure(case: Case, optimizer: str, size: int, steps: int, threads: int) -> Truth:
+    found = forked(lambda: asdict(measure_here(case, optimizer, size, steps)), threads)
+    return Truth(**{**found, "held": tuple(Held(**group) for group in found["held"])})
+
+
+def compare(case: Case, quick: bool, steps: int, threads: int) -> list[Comparison]:
+    """The case at all its optimizers and sizes."""
     optimizers = case.optimizers[-1:] if quick else case.optimizers
     sizes = case.batch_sizes[1:2] if quick else case.batch_sizes
-    predicted = predict_all(case, optimizers, sizes, threads)
-    measured = measure_all(case, optimizers, sizes, steps, threads)
-    return [Comparison(p, m) for p, m in zip(predicted, measured, strict=True)]
+    return [
+        Comparison(predict(case, *which, threads), measure(case, *which, steps, threads))
+        for which in itertools.product(optimizers, sizes)
+    ]
 
 
 def print_cases() -> None:
@@ -124,14 +137,14 @@ def print_large_errors(comparisons: Sequence[Comparison]) -> None:
 # Tight ---------------------------------------------------------------------------------------------------------------
 
 
-def choose(case: Case, steps: int, threads: int | None) -> Choice:
+def choose(case: Case, steps: int, threads: int) -> Choice:
     """Let MemGuard choose under a budget, then measure at its choice and at 10 % more."""
     optimizer = case.optimizers[-1]
     middle = case.batch_sizes[1]
-    budget = int(TIGHT_BUDGET * measure_all(case, [optimizer], [middle], steps, threads)[0].peak_bytes)
-    chosen = predict_all(case, [optimizer], [middle], threads, budget)[0].batch_size
+    budget = int(TIGHT_BUDGET * measure(case, optimizer, middle, steps, threads).peak_bytes)
+    chosen = predict(case, optimizer, middle, threads, budget).batch_size
     larger = math.ceil(1.1 * chosen)
-    at_chosen, at_larger = measure_all(case, [optimizer], [chosen, larger], steps, threads)
+    at_chosen, at_larger = (measure(case, optimizer, size, steps, threads) for size in (chosen, larger))
     return Choice(case.name, optimizer, budget, chosen, at_chosen.peak_bytes, larger, at_larger.peak_bytes)
 
 
@@ -170,7 +183,8 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="the middle batch size and last optimizer of each case")
     parser.add_argument("--tight", action="store_true", help="check the sizes chosen under a budget instead")
     parser.add_argument("--steps", type=int, default=3, help="periods measured: batches until the training repeats")
-    parser.add_argument("--threads", type=int, help="threads of PyTorch on both sides (default: PyTorch's own)")
+    threads = torch.get_num_threads()
+    parser.add_argument("--threads", type=int, default=threads, help="of PyTorch on both sides (default: its own)")
     parser.add_argument("--jobs", type=int, default=1, help="cases at a time")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write every number to this file")
     arguments = parser.parse_args()

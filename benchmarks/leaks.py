@@ -11,7 +11,6 @@ read at each batch by a callback of ours: the first epoch in which its peak has 
 
 import argparse
 import functools
-import importlib.util
 import inspect
 import sys
 import warnings
@@ -25,10 +24,11 @@ from torch.utils.data import DataLoader
 import rescue
 from lightning_memguard import MemGuard
 from shared.leaky import LEAKS, Leak, loader, random_data
-from shared.process import in_fork, memory_of
+from shared.process import in_fork, memory_of, script
 from shared.truth import QUIET
 from shared.zoo import CASES, Case
 
+FIELD = Path(__file__).with_name("field.py")
 MIB = 2**20
 BUDGET, EPOCHS, QUIET_EPOCHS = 144 * MIB, 14, 7
 
@@ -58,10 +58,7 @@ def trained(leak: Leak) -> dict[str, Any]:
     own = [leak.callback()] if leak.callback else []
     data = loader((leak.dataset or random_data)())
     validation = loader(random_data()) if leak.validates else None
-    options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    trainer = pl.Trainer(
-        max_epochs=EPOCHS, accelerator="cpu", callbacks=[*own, guard, truth], enable_model_summary=False, **options
-    )
+    trainer = pl.Trainer(max_epochs=EPOCHS, accelerator="cpu", callbacks=[*own, guard, truth], **QUIET)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.fit(leak.module(), data, validation)
@@ -90,31 +87,17 @@ def check_leaks(leaks: Sequence[Leak], limit: float) -> None:
         found = in_fork(functools.partial(trained, leak), 1, limit)
         text = " ".join(found.get("said", ()))
         is_named = leak.attribute in text and place_of(leak) in text
-        is_close = (
-            None not in (found.get("predicted"), found.get("real")) and abs(found["predicted"] - found["real"]) < 2
-        )
+        predicted, real = found.get("predicted"), found.get("real")
+        is_close = None not in (predicted, real) and abs(predicted - real) < 2
         named, close = named + is_named, close + is_close
-        print(
-            f"| {leak.name} | {'yes' if is_named else 'NO'} | {found.get('predicted')} | {found.get('real')} |",
-            flush=True,
-        )
+        print(f"| {leak.name} | {'yes' if is_named else 'NO'} | {predicted} | {real} |", flush=True)
         print(f"{leak.name}: {place_of(leak)} {found}", file=sys.stderr, flush=True)
     print(f"\nNamed with file, line and attribute: {named} of {len(leaks)}; epoch within one: {close} of {len(leaks)}.")
 
 
-@functools.cache
-def field_benchmark() -> Any:
-    """The script `field.py`: its name is that of the package with its patterns."""
-    spec = importlib.util.spec_from_file_location("field_benchmark", Path(__file__).with_name("field.py"))
-    script = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = script
-    spec.loader.exec_module(script)
-    return script
-
-
 def programs() -> dict[str, Callable[[], tuple[Any, Any, dict[str, Any]]]]:
     """Trainings that keep nothing: a module, its data, and options of its Trainer, each made when it is asked for."""
-    field, found = field_benchmark(), {}
+    field, found = script(FIELD), {}
 
     def of_field(pattern: Any) -> tuple[Any, Any, dict[str, Any]]:
         run = pattern.make()
@@ -152,9 +135,9 @@ def kept_by(make: Callable[[], Any], trains: bool) -> dict[str, Any]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         if trains:
-            field_benchmark().fit(module, data, options, guard, StopAfter())
+            script(FIELD).fit(module, data, options, guard, StopAfter())
         else:
-            field_benchmark().stop_at_first_step(module, data, options, guard)
+            script(FIELD).stop_at_first_step(module, data, options, guard)
     said = [str(each.message) for each in caught if "leaves" in str(each.message)]
     kept = [f"{each.holder} {each.line} {each.fixed_bytes} {each.lasts}" for each in guard.decision.kept]
     return {"kept": kept, "said": said, "predicted": guard.decision.footprint is not None}

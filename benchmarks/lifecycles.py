@@ -44,6 +44,7 @@ def train(life: str, optimizer: str, width: int) -> None:
 
     from lightning_memguard import MemGuard
     from lightning_memguard.core.device.malloc import trim_heap
+    from shared.truth import QUIET
 
     class Module(pl.LightningModule):
         def __init__(self, width: int) -> None:
@@ -69,15 +70,8 @@ def train(life: str, optimizer: str, width: int) -> None:
     def trainer(guard: MemGuard | None, epochs: int = 2) -> pl.Trainer:
         how = LIVES[life] if guard else None
         saving = [] if how is None else [ModelCheckpoint("checkpoints", **how)]
-        return pl.Trainer(
-            accelerator="cpu",
-            max_epochs=epochs,
-            callbacks=[*([guard] if guard else []), *saving],
-            logger=False,
-            enable_checkpointing=bool(saving),
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
+        settings = {**QUIET, "enable_checkpointing": bool(saving), "accelerator": "cpu", "max_epochs": epochs}
+        return pl.Trainer(**settings, callbacks=[*([guard] if guard else []), *saving])
 
     torch.set_num_threads(1)
     module, data = Module(width), DataLoader(TensorDataset(torch.randn(128, width)), 32)
@@ -89,9 +83,8 @@ def train(life: str, optimizer: str, width: int) -> None:
             first.fit(module, data)
             first.save_checkpoint(resumed)
             return
-    trainer(MemGuard("check"), 1).fit(
-        Module(8), DataLoader(TensorDataset(torch.randn(8, 8)), 4)
-    )  # loads what is loaded once
+    small = DataLoader(TensorDataset(torch.randn(8, 8)), 4)
+    trainer(MemGuard("check"), 1).fit(Module(8), small)  # loads what is loaded once
     guard = MemGuard("check")
     run = trainer(guard)
     begin(module)
@@ -152,9 +145,8 @@ def main() -> None:
         predicted, measured, truth = lived(life, optimizer, width)
         errors.append(measured / truth - 1)
         mib = (f"{nbytes / 2**20:8.1f}" for nbytes in (predicted, measured, truth))
-        print(
-            f"{life:32} {optimizer:5} {width}", *mib, f"MiB {errors[-1]:+.1%} {predicted / truth - 1:+.1%}", flush=True
-        )
+        off = f"MiB {errors[-1]:+.1%} {predicted / truth - 1:+.1%}"
+        print(f"{life:32} {optimizer:5} {width}", *mib, off, flush=True)
     near = sum(abs(error) <= 0.02 for error in errors)
     print(f"measured within 2 % of the truth: {near} of {len(errors)}; worst {max(errors, key=abs):+.1%}")
     return None

@@ -23,6 +23,7 @@ from rich.console import Console
 from lightning_memguard.report.decision_table import new_table
 from lightning_memguard.units import MIB, format_bytes
 
+CHECKED = {"workers": 2, "shm": 64, "parameters": 2048, "epochs": 3, "count": 384, "mode": "check", "size": 16}
 # number of workers, prefetch factor, persistent, kind of data, validation's workers, MiB of /dev/shm, other settings
 CONFIGURATIONS: list[dict[str, Any]] = [
     {"workers": 2, "shm": 64, "mode": "check", "size": 16},
@@ -45,17 +46,7 @@ CONFIGURATIONS: list[dict[str, Any]] = [
     {"workers": 2, "shm": 64, "kind": "dict", "persistent": True, "validation": 2},
     {"workers": 2, "shm": 1024, "features": 4096},
     {"workers": 2, "shm": 64, "strategy": "file_system"},
-    {"workers": 2, "shm": 64, "parameters": 2048, "epochs": 3, "count": 384, "mode": "check", "size": 16},
-    {
-        "workers": 2,
-        "shm": 64,
-        "parameters": 2048,
-        "epochs": 3,
-        "count": 384,
-        "mode": "check",
-        "size": 16,
-        "persistent": True,
-    },
+    *({**CHECKED, "persistent": persistent} for persistent in (False, True)),
 ]
 
 
@@ -67,6 +58,7 @@ def train(how: dict[str, Any]) -> None:
     from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
     from lightning_memguard import MemGuard
+    from shared.truth import QUIET
 
     torch.set_num_threads(1)
     torch.multiprocessing.set_sharing_strategy(how.get("strategy", "file_descriptor"))
@@ -116,9 +108,8 @@ def train(how: dict[str, Any]) -> None:
     def loader(workers: int, size: int) -> DataLoader[Any]:
         ahead = {"prefetch_factor": how.get("prefetch", 2), "persistent_workers": how.get("persistent", False)}
         pinned = how.get("pinned", False)
-        return DataLoader(
-            data, size, num_workers=workers, collate_fn=collate, pin_memory=pinned, **(ahead if workers else {})
-        )
+        settings = {"num_workers": workers, "collate_fn": collate, "pin_memory": pinned, **(ahead if workers else {})}
+        return DataLoader(data, size, **settings)
 
     class Begun(pl.Callback):
         def on_train_start(self, *_: object) -> None:
@@ -133,31 +124,21 @@ def train(how: dict[str, Any]) -> None:
         val_check_interval=how.get("interval", 1.0),
         num_sanity_val_steps=how.get("sanity", 2),
         callbacks=[guard, Begun()],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
     )
     validation = loader(how["validation"], how.get("validation_size", 16)) if "validation" in how else None
     trainer.fit(Module(), loader(how["workers"], how.get("size", 2)), validation)
-    decision = guard.decision
-    assert decision is not None
-    assert decision.footprint is not None
-    most = decision.footprint.high
-    print(
-        "RESULT",
-        json.dumps(
-            {
-                "size": decision.batch_size,
-                "limit": decision.limited_by,
-                "shared": decision.host.shared_bytes if decision.host else 0,
-                "workers": decision.footprint.parts.get("workers", 0),
-                "high": most.device_bytes if most else 0,
-                "predicted": decision.footprint.peak_device_bytes,
-                "measured": guard.records[-1].measured.peak_bytes,
-            }
-        ),
-    )
+    decision, footprint = guard.decision, guard.decision.footprint
+    found = {
+        "size": decision.batch_size,
+        "limit": decision.limited_by,
+        "shared": decision.host.shared_bytes if decision.host else 0,
+        "workers": footprint.parts.get("workers", 0),
+        "high": footprint.highest.device_bytes,
+        "predicted": footprint.peak_device_bytes,
+        "measured": guard.records[-1].measured.peak_bytes,
+    }
+    print("RESULT", json.dumps(found))
 
 
 def rollup(pid: str) -> dict[str, int]:
@@ -172,9 +153,8 @@ def rollup(pid: str) -> dict[str, int]:
 def children_of(pid: int) -> list[str]:
     """The processes that a process has started."""
     try:
-        return [
-            child for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()
-        ]
+        tasks = [*Path(f"/proc/{pid}/task").iterdir()]
+        return [child for task in tasks for child in (task / "children").read_text().split()]
     except OSError:
         return []
 
@@ -182,11 +162,9 @@ def children_of(pid: int) -> list[str]:
 def watched(how: dict[str, Any]) -> dict[str, Any]:
     """Train in a child, and watch /dev/shm and the pages of its workers."""
     command = [sys.executable, __file__, "--train", json.dumps(how)]
-    log = Path("/dev/shm/../../tmp").resolve() / f"memguard_loaders_{os.getpid()}.log"
+    log, env = Path(f"/tmp/memguard_loaders_{os.getpid()}.log"), {**os.environ, "OMP_NUM_THREADS": "1"}
     with log.open("w") as out:
-        child = subprocess.Popen(
-            command, stdout=out, stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1"}
-        )
+        child = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=env)
         shared = pages = reads = 0
         while child.poll() is None:
             usage = os.statvfs("/dev/shm")
@@ -216,18 +194,8 @@ def main() -> None:
         return train(json.loads(sys.argv[2]))
     if sys.argv[1:2] == ["--inside"]:
         return inside(int(sys.argv[2]))
-    table = new_table(
-        "Worker processes",
-        "Loader",
-        ">Size",
-        "Limited by",
-        ">Predicted shm",
-        ">Measured",
-        ">",
-        ">Workers",
-        ">Measured",
-        "Ended",
-    )
+    columns = "Loader", ">Size", "Limited by", ">Predicted shm", ">Measured", ">", ">Workers", ">Measured", "Ended"
+    table = new_table("Worker processes", *columns)
     errors, broken = [], 0
     for number in map(int, sys.argv[1:] or range(len(CONFIGURATIONS))):
         command = ["unshare", "-m", sys.executable, __file__, "--inside", str(number)]
@@ -242,20 +210,12 @@ def main() -> None:
         truth = found["shared_truth"]
         ratio = found["shared"] / truth - 1 if truth > MIB else 0.0
         errors.append(abs(ratio))
-        cells = (format_bytes(found["shared"]), format_bytes(truth), f"{ratio:+.1%}")
-        own = (format_bytes(found["workers"]), format_bytes(found["pages_truth"]))
-        table.add_row(how, str(found["size"]), found["limit"], *cells, *own, "well")
-        print(
-            how,
-            found["size"],
-            found["limit"],
-            *cells,
-            *own,
-            format_bytes(found["predicted"]),
-            format_bytes(found["high"]),
-            format_bytes(found["measured"]),
-            flush=True,
-        )
+        sizes = [found["workers"], found["pages_truth"], found["predicted"], found["high"], found["measured"]]
+        workers, pages, *run = map(format_bytes, sizes)
+        row = how, str(found["size"]), found["limit"], format_bytes(found["shared"]), format_bytes(truth)
+        row = *row, f"{ratio:+.1%}", workers, pages
+        table.add_row(*row, "well")
+        print(*row, *run, flush=True)
     Console(width=180).print(table)
     near = sum(error <= 0.05 for error in errors)
     print(f"{broken} broken; /dev/shm within 5 %: {near} of {len(errors)}, worst {max(errors, default=0):.1%}")

@@ -45,7 +45,7 @@ from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 import lightning_memguard
 from lightning_memguard import MemGuard, estimate
-from shared.process import adopt_orphans, in_fork, memory_of, processor_seconds, resident
+from shared.process import adopt_orphans, forked, memory_of, processor_seconds, resident
 from shared.truth import QUIET, quieten
 from shared.zoo import CASES, LARGE, Case, Supervised, case_named, images, resnet_small, vectors
 
@@ -179,27 +179,27 @@ def large(options: argparse.Namespace) -> None:
     """Each model's definition is real; its weights are never allocated."""
     from lightning_memguard.units import format_bytes
 
-    if len(options.models) != 1:
-        print(f"Predicted for the {GPU} with AdamW in float32, on {torch.get_num_threads()} threads:", flush=True)
-        for name in options.models or MODELS:
-            subprocess.run([sys.executable, __file__, "large", name], check=True)
-        return
-    (name,) = options.models
-    goal, build = MODELS[name]
+    print(f"Predicted for the {GPU} with AdamW in float32, on {torch.get_num_threads()} threads:", flush=True)
+    for name in options.models or MODELS:
+        goal, build = MODELS[name]
+        found = forked(partial(predicted_large, build), torch.get_num_threads())
+        sizes = "".join(f"{format_bytes(found[what]):>12} {what}" for what in ("resident", "allocated", "reserved"))
+        print(f"{name:<12}{found['seconds']:>6.1f} s (goal {goal:>2}){sizes}  in {found['at']}", flush=True)
+
+
+def predicted_large(build: Callable[[], Model]) -> dict[str, Any]:
     with torch.device("meta"):
         model, batch, step = build()
     model.train()
     started = time.perf_counter()
     found = estimate(model, batch, step=step, optimizer=torch.optim.AdamW, device=GPU)
-    seconds = time.perf_counter() - started
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1024 if sys.platform == "linux" else 1)
-    print(
-        f"{name:<12}{seconds:>6.1f} s (goal {goal:>2}){format_bytes(most):>12} resident"
-        f"{format_bytes(found.peak_allocated_bytes):>12} allocated"
-        f"{format_bytes(found.peak_reserved_bytes):>12} reserved"
-        f"  in {found.phase} at {found.operator} ({found.method})",
-        flush=True,
-    )
+    return {
+        "seconds": time.perf_counter() - started,
+        "resident": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1024 if sys.platform == "linux" else 1),
+        "allocated": found.peak_allocated_bytes,
+        "reserved": found.peak_reserved_bytes,
+        "at": f"{found.phase} at {found.operator} ({found.method})",
+    }
 
 
 # Step ----------------------------------------------------------------------------------------------------------------
@@ -332,12 +332,9 @@ LAYERS = (  # inputs, outputs
 MOST_FLOPS = 6e9
 
 
-def forked(work: Callable[[], float]) -> float:
+def mib_of(work: Callable[[], float]) -> float:
     """From a process that has computed nothing."""
-    found = in_fork(lambda: {"mib": work()}, 1, 600)
-    if "failed" in found:
-        raise SystemExit(found["failed"])
-    return found["mib"]
+    return forked(lambda: {"mib": work()}, 1)["mib"]
 
 
 def anonymous_mib() -> float:
@@ -376,9 +373,7 @@ def objects_mib(threads: int) -> float:
     trainer = pl.Trainer(accelerator="cpu", max_steps=2, **QUIET)
     watch = Objects()
     trainer.callbacks += [watch, MemGuard(max_batch_size=8)]
-    with Path(os.devnull).open("w") as nothing:
-        os.dup2(nothing.fileno(), 1)
-        trainer.fit(module, DataLoader(vectors(16)(64), batch_size=8))
+    trainer.fit(module, DataLoader(vectors(16)(64), batch_size=8))
     return watch.taken
 
 
@@ -386,13 +381,13 @@ def process(options: argparse.Namespace) -> None:
     from lightning_memguard.core.device.process import OBJECTS_BYTES, process_bytes
 
     for threads in options.threads:
-        taken = [forked(partial(objects_mib, threads)) for _ in range(3)]
+        taken = [mib_of(partial(objects_mib, threads)) for _ in range(3)]
         print(f"{threads} threads: objects {statistics.median(taken):.2f} (of {min(taken):.2f} to {max(taken):.2f})")
         print(f"{'inputs':>8} {'outputs':>8} {'at most':>8}   kept at {', '.join(map(str, ROWS))} rows")
         for inputs, outputs in LAYERS:
             most = process_bytes([torch.empty(outputs, inputs, device="meta")], threads)[2] - OBJECTS_BYTES
             kept = [
-                forked(partial(products_mib, threads, rows, inputs, outputs))
+                mib_of(partial(products_mib, threads, rows, inputs, outputs))
                 for rows in ROWS
                 if rows * inputs * outputs < MOST_FLOPS
             ]
@@ -423,11 +418,11 @@ def limited_training(name: str, who: str, batch_size: int, room_bytes: int) -> d
     from pytorch_lightning.callbacks import BatchSizeFinder
     from pytorch_lightning.tuner import batch_size_scaling
 
-    seen = {"seconds": 0.0, "failed": 0}
+    seen = {"seconds": 0.0, "failures": 0}
     is_failure = batch_size_scaling.is_oom_error
 
     def counted(error: BaseException) -> bool:
-        seen["failed"] += is_failure(error)
+        seen["failures"] += is_failure(error)
         return is_failure(error)
 
     batch_size_scaling.is_oom_error = counted  # Lightning asks about the kind of each error that it catches
@@ -450,7 +445,7 @@ def limited_training(name: str, who: str, batch_size: int, room_bytes: int) -> d
         pl.Trainer(accelerator="cpu", max_epochs=1, limit_val_batches=0, **QUIET, callbacks=callbacks).fit(module)
     except (RuntimeError, MemoryError) as failure:
         error = str(failure).splitlines()[0][:160]
-        seen["failed"] += 1
+        seen["failures"] += 1
     return {"batch_size": stop.batch_size, "error": error, **seen}
 
 
@@ -469,13 +464,10 @@ def timed(callback: Any, hook: str, seen: dict[str, float]) -> Any:
 
 
 def in_a_process(name: str, who: str, batch_size: int, room_bytes: int) -> dict[str, Any]:
-    command = [sys.executable, __file__, "finder", name, "--room", str(room_bytes), "--measure", who, str(batch_size)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if lines:
-        return json.loads(lines[-1])
-    error = (done.stderr.strip().splitlines() or ["killed"])[-1][:160]
-    return {"batch_size": batch_size, "error": error, "seconds": 0.0, "failed": 1}
+    try:
+        return forked(partial(limited_training, name, who, batch_size, room_bytes), torch.get_num_threads())
+    except RuntimeError as error:
+        return {"batch_size": batch_size, "error": str(error)[:160], "seconds": 0.0, "failures": 1}
 
 
 def largest_that_trains(trains: Callable[[int], bool], start: int) -> int:
@@ -494,10 +486,6 @@ def finder(options: argparse.Namespace) -> None:
     from lightning_memguard.units import format_bytes, parse_bytes
 
     room = parse_bytes(int(options.room) if options.room.isdigit() else options.room)
-    if options.measure:
-        who, size = options.measure
-        print(json.dumps(limited_training(options.case, who, int(size), room)))
-        return
     print(
         f"{options.case}, {format_bytes(room)} of address space beyond the start, {torch.get_num_threads()} threads\n"
     )
@@ -507,7 +495,7 @@ def finder(options: argparse.Namespace) -> None:
     print(f"{'':18}{'batch size':>12}{'of largest':>12}{'seconds':>10}{'failed allocations':>20}  then trained")
     for who, row in found.items():
         size = row["batch_size"]
-        cells = f"{size:12}{size / largest:12.1%}{row['seconds']:10.2f}{row['failed']:20}"
+        cells = f"{size:12}{size / largest:12.1%}{row['seconds']:10.2f}{row['failures']:20}"
         print(f"{who:18}{cells}  {row['error'] or 'yes'}")
     print(f"{'largest by trying':18}{largest:12}")
 
@@ -534,7 +522,6 @@ def main() -> None:
     adding["process"].add_argument("threads", type=int, nargs="*", default=[1, 2])
     adding["finder"].add_argument("case", nargs="?", default="cnn_batch_norm")
     adding["finder"].add_argument("--room", default="1GiB", help="memory beyond what the process has at the start")
-    adding["finder"].add_argument("--measure", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     quieten()
     options.run(options)

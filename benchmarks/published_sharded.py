@@ -13,9 +13,7 @@ on 2 A100 under several strategies, on one sentence of 35 words, and prints ``to
 """
 
 import argparse
-import importlib.util
 import resource
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -34,6 +32,7 @@ from lightning_memguard.core.replay.replay import replay
 from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.training.adapter.program import LightningProgram
 from lightning_memguard.training.strategies.sharded import Layout
+from shared.process import script
 from shared.truth import QUIET, quieten
 
 MIB = 1 << 20
@@ -54,21 +53,10 @@ WORDS, LENGTH, RANKS = 33_278, 35, 2
 LAYERS = {nn.TransformerEncoderLayer, nn.TransformerDecoderLayer}
 
 
-def example() -> Any:
-    path = Path(__file__).parents[1] / "examples" / "fsdp.py"
-    specification = importlib.util.spec_from_file_location("fsdp_example", path)
-    assert specification is not None
-    assert specification.loader is not None
-    module = importlib.util.module_from_spec(specification)
-    sys.modules["fsdp_example"] = module
-    specification.loader.exec_module(module)
-    return module
-
-
 def reserved_by_torchtitan(name: str) -> tuple[str, int]:
     size, checkpointing, batch, (data, tensor), (devices, nodes), _ = TORCHTITAN[name]
     with torch.device("meta"):
-        model = example().Llama(size, checkpointing=checkpointing)
+        model = script(Path(__file__).parents[1] / "examples" / "fsdp.py").Llama(size, checkpointing=checkpointing)
     tokens = torch.empty(batch, 8192, dtype=torch.int64, device="meta")
     strategy = ModelParallelStrategy(data, tensor)
     found = estimate(model, tokens, strategy=strategy, devices=devices, num_nodes=nodes, device="H200")
@@ -95,10 +83,8 @@ def allocated_in_the_guide(name: str) -> tuple[str, int]:
         module = LanguageModel()
     strategy = FSDPStrategy(auto_wrap_policy=LAYERS, **GUIDE[name][0])
     sentence = torch.zeros(1, LENGTH, dtype=torch.long)
-    trainer, batches = (
-        pl.Trainer(accelerator="cpu", max_epochs=1, **QUIET),
-        batches_from_one((sentence, sentence.clone())),
-    )
+    trainer = pl.Trainer(accelerator="cpu", max_epochs=1, **QUIET)
+    batches = batches_from_one((sentence, sentence.clone()))
     rank = {"gpu": gpus.find("A100-SXM4-40GB"), "strategy": strategy, "layout": Layout.of(strategy, RANKS, 1)}
     program = LightningProgram(trainer, module, batches, torch.device("cuda", 0), **rank)
     return f"{name}: allocated", replay(capture(program, 1, "fake"), AllocatorSettings()).peak_allocated_bytes

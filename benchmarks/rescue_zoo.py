@@ -22,7 +22,7 @@ It needs the libraries of `make field`, and ends with status 1 if a result is OT
 
 import argparse
 import functools
-import importlib.util
+import importlib
 import json
 import math
 import re
@@ -44,7 +44,7 @@ from torch.nn import functional as F
 
 from field.pattern import Pattern, Run, Step, classify, data, images
 from rescue import direct_guard
-from shared.process import describe, in_fork
+from shared.process import describe, in_fork, script
 
 TOLERANCE = 1e-4
 PLANTED = 1  # the batch that runs out of memory
@@ -52,9 +52,7 @@ OUTCOMES = ("equal", "equal gradients", "refused", "raised", "OTHER", "broken", 
 KINDS = ("gradients", "weights", "buffers", "logged")
 descend = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 
-spec = importlib.util.spec_from_file_location("field_script", Path(__file__).with_name("field.py"))
-field_script = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # the package `field` hides it
-spec.loader.exec_module(field_script)
+field_script = script(Path(__file__).with_name("field.py"))
 
 
 def timm_run(name: str, *options: str) -> Run:

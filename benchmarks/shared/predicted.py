@@ -1,12 +1,6 @@
-"""Predictions of lightning_memguard for the cases of the zoo, through a Trainer as a user would ask.
-
-cd benchmarks
-python -m shared.predicted mlp --optimizer adam --batch-size 64            # the prediction, as JSON
-python -m shared.predicted mlp --optimizer adam --batch-size 64 --budget 1000000000   # the size it chooses
-"""
+"""Predictions of lightning_memguard for the cases of the zoo, through a Trainer as a user would ask."""
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +8,7 @@ import pytorch_lightning as pl
 import torch
 from torch.utils.data import DataLoader
 
-from shared.truth import QUIET, print_each, quieten, run_module
+from shared.truth import QUIET, quieten
 from shared.zoo import Case
 
 LENGTH_TO_CHOOSE_FROM = 1_000_000  # samples: no choice is limited by the dataset
@@ -79,15 +73,3 @@ def predict_here(case: Case, optimizer: str, batch_size: int, budget: int | None
         *(case.name, optimizer, guard.decision.batch_size, found.peak_allocated_bytes, dict(found.parts)),
         *(found.phase, found.method, time.perf_counter() - started),
     )
-
-
-def predict_all(
-    case: Case, optimizers: Sequence[str], batch_sizes: Sequence[int], threads: int | None, budget: int | None = None
-) -> list[Predicted]:
-    """Predict for every optimizer and batch size, one after another in one fresh process."""
-    found = run_module("shared.predicted", case, optimizers, batch_sizes, threads=threads, budget=budget)
-    return [Predicted(**fields) for fields in found]
-
-
-if __name__ == "__main__":
-    print_each(__doc__, predict_here, "budget")

@@ -2,11 +2,14 @@
 
 import contextlib
 import ctypes
+import functools
 import gc
+import importlib.util
 import json
 import os
 import resource
 import signal
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -14,6 +17,15 @@ from pathlib import Path
 from typing import Any
 
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+
+
+@functools.cache
+def script(path: Path) -> Any:
+    """A script as a module: the names of some, such as `field.py`, are those of packages."""
+    spec = importlib.util.spec_from_file_location(f"{path.stem}_script", path)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def describe(error: BaseException) -> str:
@@ -52,6 +64,21 @@ def in_fork(answer: Callable[[], dict[str, Any]], threads: int, limit: float) ->
         time.sleep(0.02)
     with os.fdopen(reader) as pipe:
         return json.loads(pipe.read() or '{"failed": "the process died"}')
+
+
+def forked(answer: Callable[[], dict[str, Any]], threads: int, limit: float = 3600) -> dict[str, Any]:
+    """A function's answer from a fork of this process, which must give one, and prints nothing."""
+
+    def silent() -> dict[str, Any]:
+        nothing = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nothing, 1)
+        os.dup2(nothing, 2)
+        return answer()
+
+    found = in_fork(silent, threads, limit)
+    if "failed" in found:
+        raise RuntimeError(found["failed"])
+    return found
 
 
 def adopt_orphans() -> None:

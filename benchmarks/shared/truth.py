@@ -9,25 +9,16 @@ It counts every byte of every tensor from the building of the module to the end 
 scratch that kernels (oneDNN's too) take through PyTorch's allocator; not the dataset's own storage (a free of an older
 block is ignored) and what libraries allocate elsewhere. After every event the replay must have changed as the
 allocator's own counter did (`miscounted` is 0), and a repetition gives the same byte.
-
-    cd benchmarks
-    python -m shared.truth mlp --optimizer sgd adam --batch-size 64 256      # a line of JSON each
 """
 
-import argparse
 import gc
-import json
 import logging
-import os
-import subprocess
-import sys
 import time
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
@@ -36,7 +27,7 @@ from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.data import DataLoader
 
-from shared.zoo import Case, case_named
+from shared.zoo import Case
 
 MARKER = "truth::"
 # Operators that only allocate: the operator that called them is more informative.
@@ -233,52 +224,3 @@ def count_disagreements(events: Sequence[MemoryEvent]) -> int:
     counted = [(total, event.counter_bytes) for event, (total, _) in zip(events, live_bytes(events), strict=True)]
     changes = [(b[0] - a[0], b[1] - a[1]) for a, b in pairwise(counted)]
     return sum(ours not in (0, theirs) for ours, theirs in changes)
-
-
-# In a separate process -----------------------------------------------------------------------------------------------
-
-
-def measure_all(
-    case: Case, optimizers: Sequence[str], batch_sizes: Sequence[int], steps: int = 3, threads: int | None = None
-) -> list[Truth]:
-    """Train at every optimizer and batch size, one after the other in one fresh process."""
-    found = run_module("shared.truth", case, optimizers, batch_sizes, steps=steps, threads=threads)
-    return [Truth(**{**fields, "held": tuple(Held(**group) for group in fields["held"])}) for fields in found]
-
-
-def run_module(
-    name: str, case: Case, optimizers: Sequence[str], batch_sizes: Sequence[int], **options: int | None
-) -> list[dict[str, Any]]:
-    """The JSON objects that a module of `shared` prints in a fresh process, a line each."""
-    sizes = map(str, batch_sizes)
-    command = [sys.executable, "-m", name, case.name, "--optimizer", *optimizers, "--batch-size", *sizes]
-    command += [f"--{option}={value}" for option, value in options.items() if value]
-    paths = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    process = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    if process.returncode != 0:
-        raise RuntimeError(f"{name} failed for {case.name}:\n{process.stderr[-2000:]}")
-    return [json.loads(line) for line in process.stdout.splitlines() if line.startswith("{")]
-
-
-def print_each(what: str | None, work: Callable[..., Any], *extra: str) -> None:
-    """The command line of such a module: print what ``work`` returns for every optimizer and batch size."""
-    parser = argparse.ArgumentParser(description=what, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("case")
-    parser.add_argument("--optimizer", nargs="+", help="default: the case's first")
-    parser.add_argument("--batch-size", nargs="+", type=int, help="default: the case's middle size")
-    parser.add_argument("--threads", type=int, help="torch.set_num_threads: some kernels' scratch depends on it")
-    for name in extra:
-        parser.add_argument(f"--{name}", type=int)
-    arguments = parser.parse_args()
-    if arguments.threads:
-        torch.set_num_threads(arguments.threads)
-    case = case_named(arguments.case)
-    options = {name: value for name in extra if (value := getattr(arguments, name)) is not None}
-    for optimizer in arguments.optimizer or case.optimizers[:1]:
-        for batch_size in arguments.batch_size or case.batch_sizes[1:2]:
-            print(json.dumps(asdict(work(case, optimizer, batch_size, **options))), flush=True)
-
-
-if __name__ == "__main__":
-    print_each(__doc__, measure_here, "steps")

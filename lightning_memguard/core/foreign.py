@@ -283,7 +283,7 @@ def nothing(*_: object, **__: object) -> None:
     """Do nothing, in place of a function that is not to run."""
 
 
-def patched(owner: Any, /, **values: Any) -> contextlib.AbstractContextManager[None]:
+def patched(owner: object, /, **values: object) -> contextlib.AbstractContextManager[None]:
     """Replace attributes of a module, a class or an object, and restore them at the end.
 
     Raises:
@@ -295,7 +295,7 @@ def patched(owner: Any, /, **values: Any) -> contextlib.AbstractContextManager[N
 
 
 @contextlib.contextmanager
-def added(owner: Any, /, **values: Any) -> Iterator[None]:
+def added(owner: object, /, **values: object) -> Iterator[None]:
     """Replace attributes as `patched` does, or add them if the owner lacks them."""
     before = {name: vars(owner).get(name, _NOTHING) for name in values}
     try:

@@ -65,7 +65,7 @@ class Draws(Protocol):
         """The largest batch of one epoch, by `measures`."""
         return self.batch(batch_size, epoch.place)
 
-    def held(self, batch: Any) -> list[torch.Tensor]:  # noqa: ARG002
+    def held(self, batch: object) -> list[torch.Tensor]:  # noqa: ARG002
         """Tensors of a batch whose memory is the dataset's own, before the batch and after it."""
         return []
 
@@ -164,7 +164,7 @@ class Batches:
                 return self.draws.largest_of_epoch(batch_size, self.epoch)
             return self.draws.batch(batch_size, self.draw)
 
-    def held(self, batch: Any) -> list[torch.Tensor]:
+    def held(self, batch: object) -> list[torch.Tensor]:
         """Tensors of a batch whose memory is the dataset's own."""
         return self.draws.held(batch) if self.draws else []
 

@@ -15,6 +15,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -57,7 +58,7 @@ class _Numbers:
     periods: dict[int, str] = field(default_factory=dict)
     bounds: dict[int, str] = field(default_factory=dict)
 
-    def note(self, number: object, frame: Any, *, period: bool) -> None:
+    def note(self, number: object, frame: FrameType, *, period: bool) -> None:
         if not isinstance(number, (int, float)) or not 1 < number <= _FARTHEST or (period and number == _BEFORE):
             return
         if _package_of(frame) not in _NOT_THE_STEP or _module_of(frame).startswith("torch.optim."):
@@ -246,11 +247,11 @@ class Counters:
         return step >= self.first_moved
 
 
-def _module_of(frame: Any) -> str:
+def _module_of(frame: FrameType) -> str:
     return str(frame.f_globals.get("__name__", ""))
 
 
-def _package_of(frame: Any) -> str:
+def _package_of(frame: FrameType) -> str:
     return _module_of(frame).partition(".")[0]
 
 
@@ -274,6 +275,6 @@ def _owners(roots: Iterable[object]) -> Iterator[MutableMapping[Any, Any]]:
 
 
 @functools.cache
-def _is_owner(kind: Any) -> bool:
+def _is_owner(kind: type) -> bool:
     is_users = bool(users_classes(kind)) and not issubclass(kind, (Tensor, type, Trace)) and hasattr(kind, "__dict__")
     return is_users or issubclass(kind, (nn.Module, Optimizer))

@@ -140,7 +140,7 @@ def users_classes(cls: type) -> list[type]:
     return [each for each, name in names if name not in _SKIPPED and name not in sys.stdlib_module_names - {"__main__"}]
 
 
-def _saved_by(node: Any) -> Iterator[object]:
+def _saved_by(node: object) -> Iterator[object]:
     yield getattr(node, "__dict__", None)
     for name in dir(node):
         if name.startswith("_saved_") or name == "saved_tensors":

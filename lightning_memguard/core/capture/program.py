@@ -193,7 +193,7 @@ class Program(ABC):
         changed = tuple(map(change, self.families))
         return self._with(batches=changed if isinstance(self.batches, tuple) else changed[0])
 
-    def _with(self, **fields: Any) -> Self:
+    def _with(self, **fields: object) -> Self:
         return replace(self, **fields)  # type: ignore[type-var]  # each program is a dataclass
 
 

@@ -159,7 +159,7 @@ def _divert_writes() -> None:
     open_file: Any = io.open
     open_descriptor = os.open
 
-    def open_(file: Any, mode: str = "r", *args: Any, opener: Any = None, **kwargs: Any) -> Any:
+    def open_(file: object, mode: str = "r", *args: object, opener: object = None, **kwargs: object) -> Any:
         if isinstance(file, int) or not {*mode} & {*"wax+"}:
             return open_file(file, mode, *args, opener=opener, **kwargs)
         return open_file(os.devnull, mode.replace("x", "w"), *args, **kwargs)

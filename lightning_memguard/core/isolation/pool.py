@@ -217,7 +217,7 @@ class _Child:
         self._started = self._awake = monotonic()
         self._used = 0.0  # seconds of processor time when it was heard last
 
-    def ask(self, request: Any) -> None:
+    def ask(self, request: object) -> None:
         """Send the child a request."""
         self.request, self.is_busy = request, True
         self._started = self._awake = monotonic()

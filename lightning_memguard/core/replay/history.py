@@ -175,7 +175,7 @@ def _content(source: Path) -> bytes:
     return content
 
 
-def _histories_in(snapshot: Any, nbytes: int) -> tuple[History, ...]:
+def _histories_in(snapshot: object, nbytes: int) -> tuple[History, ...]:
     if not isinstance(snapshot, Mapping) or "segments" not in snapshot or "device_traces" not in snapshot:
         raise MemGuardError("it is not what torch.cuda.memory._dump_snapshot writes.")
     lists = (*snapshot["device_traces"], *(each["blocks"] for each in snapshot["segments"]))
@@ -247,13 +247,13 @@ class _Stacks:
         return self._frames[id(frame)]
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     if not isinstance(value, str):
         raise MemGuardError(f"it has a {type(value).__name__} for text.")
     return value[:_MOST_TEXT]
 
 
-def _number(value: Any, what: str, most: int = 1 << 64) -> int:
+def _number(value: object, what: str, most: int = 1 << 64) -> int:
     if type(value) is not int or not 0 <= value < most:
         shown = f"{value:.3g}" if isinstance(value, (int, float)) else f"a {type(value).__name__}"
         raise MemGuardError(f"it has {what} of {shown}, which is no number that PyTorch writes there.")

@@ -15,7 +15,7 @@ import importlib
 import io
 import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -114,7 +114,7 @@ def _without_timing(on_autotune: Callable[[], object], *, always: bool) -> _Patc
     home = importlib.import_module("torch._inductor.compile_fx")
     original = home.compile_fx
 
-    def compile_fx(*args: Any, config_patches: dict[str, Any] | None = None, **kwargs: Any) -> Any:
+    def compile_fx(*args: object, config_patches: dict[str, Any] | None = None, **kwargs: object) -> Any:
         asked = config_patches or {}
         if always or any(asked.get(name) for name in _CHOOSE_KERNELS):
             on_autotune()
@@ -167,12 +167,12 @@ def _through_dispatch() -> Iterator[_Patch]:
     guards = torch._C._dynamo.guards
 
     def allocate(device: str) -> Callable[..., Tensor]:
-        def empty_strided(size: Any, stride: Any, dtype: torch.dtype) -> Tensor:
+        def empty_strided(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
             return torch.empty_strided(size, stride, dtype=dtype, device=device)
 
         return empty_strided
 
-    def reinterpret(tensor: Tensor, size: Any, stride: Any, offset: int = 0) -> Tensor:
+    def reinterpret(tensor: Tensor, size: Sequence[int], stride: Sequence[int], offset: int = 0) -> Tensor:
         return torch.as_strided(tensor, size, stride, tensor.storage_offset() + offset)
 
     yield guards, "_empty_strided_cpu", allocate("cpu")
@@ -186,7 +186,7 @@ def _when_walked() -> Iterator[_Patch]:
     """Patch two calls of a compiled backward pass to autograd's engine, which does not run: the pass is walked."""
     clear = torch._C._FunctionBase.maybe_clear_saved_tensors  # type: ignore[attr-defined]
 
-    def clear_saved(node: Any) -> None:
+    def clear_saved(node: object) -> None:
         clear(node)
         release_saved(node)
 

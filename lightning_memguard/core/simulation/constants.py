@@ -71,7 +71,7 @@ class _Value:
 class KnownFakeMode(RepeatingFakeMode):
     """Fake tensors that know the values of constants. Torch's own know those of single numbers on the CPU."""
 
-    def __init__(self, **settings: Any) -> None:
+    def __init__(self, **settings: object) -> None:
         super().__init__(**settings)
         self._values: dict[int, _Value] = {}  # by address of the fake storage
         self._held_bytes = 0
@@ -280,7 +280,7 @@ class KnownFakeMode(RepeatingFakeMode):
         elif not value.owned and value.storage is not None:
             value.storage, value.owned, value.seen = _compute(value.storage.clone), True, (None, None)
 
-    def _on_cpu(self, given: Any) -> Any:
+    def _on_cpu(self, given: object) -> Any:
         if isinstance(given, Tensor):
             return self._real(given)
         if isinstance(given, (list, tuple)):
@@ -310,7 +310,7 @@ def _asks_for_no_number(func: Any, args: Sequence[Any]) -> bool:
     return args[0] is args[1] if func is _aten.ne.Tensor else func is _aten.eq.Scalar and abs(args[1]) == math.inf
 
 
-def _compute(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+def _compute(function: Callable[..., T], *args: object, **kwargs: object) -> T:
     """Run operators for real, unseen by modes."""
     with torch._C.DisableTorchFunction(), no_dispatch(), torch.inference_mode(False), torch.no_grad():
         return function(*args, **kwargs)
@@ -343,7 +343,7 @@ def _laid_over(storage: torch.UntypedStorage, tensor: Tensor) -> Tensor:
     return _compute(_seen_as, storage, tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
-def _seen_as(storage: torch.UntypedStorage, dtype: torch.dtype, *layout: Any) -> Tensor:
+def _seen_as(storage: torch.UntypedStorage, dtype: torch.dtype, *layout: object) -> Tensor:
     return torch.empty(0, dtype=dtype).set_(storage, *layout)
 
 
@@ -408,7 +408,7 @@ _WRITES_UNSAID = frozenset(
 
 
 @functools.cache
-def _kind(func: Any) -> _Effect:
+def _kind(func: object) -> _Effect:
     if func in _SPECIAL:
         return _SPECIAL[func]
     if not isinstance(func, OpOverload):

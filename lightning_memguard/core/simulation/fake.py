@@ -79,7 +79,7 @@ class UnknownFloat(float):
     def __int__(self) -> int:
         raise ValueNeededError("The step counts by the value of a tensor (`.item()`), which only a real run can give.")
 
-    def __round__(self, digits: Any = None) -> Any:
+    def __round__(self, digits: object = None) -> Any:
         return UnknownFloat(1.0) if digits is not None else int(self)
 
     __trunc__ = __floor__ = __ceil__ = __int__

@@ -116,7 +116,7 @@ def simulated_cuda(gpu: Gpu) -> Iterator[None]:
 def _pinned(pin: Function) -> Function:
     """A fake tensor on the host is as good as pinned, which torch cannot fake."""
 
-    def pinned(tensor: Tensor, *args: Any, **kwargs: Any) -> object:
+    def pinned(tensor: Tensor, *args: object, **kwargs: object) -> object:
         return tensor if isinstance(tensor, FakeTensor) else pin(tensor, *args, **kwargs)
 
     return pinned
@@ -275,7 +275,7 @@ _OVERRIDES = {getattr(home, name): override for home, name, override in _PATCHED
 
 
 def _overriding(func: Function) -> Function:
-    def ask(*args: Any, **kwargs: Any) -> object:
+    def ask(*args: object, **kwargs: object) -> object:
         return call(func, args, kwargs) if is_overridden(func, args) else func(*args, **kwargs)
 
     return functools.wraps(func)(ask)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -36,7 +36,7 @@ def taken() -> Iterator[None]:
     """
     asked = torch.overrides.has_torch_function
 
-    def has_torch_function(arguments: Any) -> bool:
+    def has_torch_function(arguments: Iterable[Any]) -> bool:
         if sys._getframe(1).f_code not in _LAYERS:
             return asked(arguments)
         with torch._C.DisableTorchFunction():

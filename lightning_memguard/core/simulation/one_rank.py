@@ -168,7 +168,7 @@ def _simulated_device() -> torch.device | None:
 _DATA: Any = torch._C.TensorBase.data
 
 
-def _set_data(tensor: FakeTensor, data: Any) -> None:
+def _set_data(tensor: FakeTensor, data: object) -> None:
     """FSDP1 offloads a parameter by its ``data``; torch leaves the device of a fake one as it was."""
     _DATA.__set__(tensor, data)
     if isinstance(data, FakeTensor):
@@ -232,7 +232,7 @@ def watched(
 
     ask: Any = ShardingPropagator._propagate_tensor_meta_non_cached
 
-    def ask_aside(*args: Any) -> Any:
+    def ask_aside(*args: object) -> Any:
         with paused():
             return ask(*args)
 
@@ -274,7 +274,7 @@ def _fsdp1() -> Iterator[AbstractContextManager[Any]]:
     hook, make = _runtime_utils._post_backward_hook, FullyShardedDataParallel.__init__
     computed_on = _init_utils._get_compute_device
 
-    def register(state: Any, handle: Any) -> None:
+    def register(state: object, handle: Any) -> None:
         if not torch.is_grad_enabled() or not handle:
             return
         flat = handle.flat_param
@@ -288,7 +288,7 @@ def _fsdp1() -> Iterator[AbstractContextManager[Any]]:
         kwargs["device_id"] = torch.device("cuda", device_id) if type(device_id) is int else device_id
         make(self, *args, **kwargs)
 
-    def device_of(module: Any, ignored: Any, given: torch.device | None, *rest: Any) -> torch.device:
+    def device_of(module: torch.nn.Module, ignored: Any, given: torch.device | None, *rest: Any) -> torch.device:
         return given or computed_on(module, ignored, given, *rest)
 
     yield patched(_init_utils, _get_compute_device=device_of)

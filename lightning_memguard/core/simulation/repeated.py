@@ -92,7 +92,7 @@ class RepeatingFakeMode(FakeTensorMode):
             else:
                 raise _CannotRepeatError
 
-    def _template_of(self, out: Any, given: Sequence[Tensor], own: set[int]) -> _Template:
+    def _template_of(self, out: object, given: Sequence[Tensor], own: set[int]) -> _Template:
         if out is None:
             return None
         if isinstance(out, (list, tuple)):  # some are named tuples
@@ -173,7 +173,7 @@ def _bytes_of(tensor: Tensor) -> int:
 
 
 @functools.cache
-def _may_repeat(func: Any) -> bool:
+def _may_repeat(func: object) -> bool:
     """Whether the result of an operator follows from the shapes it is given."""
     if not isinstance(func, OpOverload) or func.namespace not in ("aten", "prims"):
         return False

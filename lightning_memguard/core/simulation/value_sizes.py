@@ -45,7 +45,7 @@ class ValueSizes:
         """Return the shares of each call, by operator and line."""
         return tuple((key, tuple(shares)) for key, shares in self._noted.items())
 
-    def note(self, func: OpOverload, line: Callable[[], str], args: Sequence[Any], out: Any) -> None:
+    def note(self, func: OpOverload, line: Callable[[], str], args: Sequence[Any], out: object) -> None:
         """Note how large a real result is."""
         rule = _RULES.get(func)
         if rule is not None and rule.share_of is not None:

@@ -245,7 +245,7 @@ class _ReadableTotals(TorchFunctionMode):
 _STEP_HOOKS = {"fit": "training_step", "validate": "validation_step", "test": "test_step", "predict": "predict_step"}
 
 
-def _swap_optimizers(configured: Any, swap: SwapOptimizer) -> Any:
+def _swap_optimizers(configured: object, swap: SwapOptimizer) -> Any:
     """Replace the optimizers that ``configure_optimizers`` returned; its schedulers set the rates of the new ones."""
     others = {id(old): swap(old) for old in tree_leaves(configured) if isinstance(old, Optimizer)}
     if not others:

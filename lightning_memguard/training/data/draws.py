@@ -115,7 +115,7 @@ class CollatedDraws(Draws):
         return batch if self.stay and in_child() else _apart_from(chosen, batch)  # a step may write to it
 
     @override
-    def held(self, batch: Any) -> list[torch.Tensor]:
+    def held(self, batch: object) -> list[torch.Tensor]:
         own = _storages_of(self.samples) if self.stay else set()
         return [tensor for tensor in tensors_in(batch) if _is_in(own, tensor)]
 
@@ -174,11 +174,11 @@ class ArrangedDraws(Draws):
         return arrange(self.combined, [draws.largest_of_epoch(batch_size, epoch) for draws in self.each])
 
     @override
-    def held(self, batch: Any) -> list[torch.Tensor]:
+    def held(self, batch: object) -> list[torch.Tensor]:
         return [tensor for draws in self.each for tensor in draws.held(batch)]
 
 
-def _apart_from(samples: Sequence[Any], batch: Any) -> Any:
+def _apart_from(samples: Sequence[Any], batch: object) -> Any:
     """The batch with copies of the samples' own tensors, which are kept here: in a training they go with it."""
     kept = _storages_of(samples)
     if not any(_is_in(kept, tensor) for tensor in tensors_in(batch)):
@@ -186,7 +186,7 @@ def _apart_from(samples: Sequence[Any], batch: Any) -> Any:
     return map_tensors(batch, lambda tensor: tensor.clone() if _is_in(kept, tensor) else tensor)
 
 
-def share_memory(first: Any, second: Any) -> bool:
+def share_memory(first: object, second: object) -> bool:
     """Whether a tensor in one is in the same memory as one in the other."""
     return bool(_storages_of([first]) & _storages_of([second]))
 

@@ -134,7 +134,7 @@ def _torch_at(loader: DataLoader[Any], batch_size: int) -> DataLoader[Any]:
     return clone
 
 
-def _sampler_at(batch_sampler: Any, batch_size: int) -> Any:
+def _sampler_at(batch_sampler: object, batch_size: int) -> Any:
     """A batch sampler of another size that is the same in all else: attributes set on one are set on the other."""
     kind = type(batch_sampler)
     if type(getattr(batch_sampler, "batch_size", None)) is not int:

@@ -192,7 +192,7 @@ def _largest_batch(loader: Iterable[Any]) -> LoaderSamples:
     return LoaderSamples(replace(kinds[0], kinds=kinds), note, samples=samples if all_seen else None)
 
 
-def _taken(batch: Any, size: int, others: dict[int, list[Any]]) -> Batches:
+def _taken(batch: object, size: int, others: dict[int, list[Any]]) -> Batches:
     """A batch as it was taken; those of its size are other draws of it."""
     draws = TakenDraws({**others, size: [batch, *others.get(size, [])]})
     has_values = not any(tensor.is_meta for tensor in tensors_in(batch))
@@ -266,7 +266,7 @@ class _LargestSamples:
         self._longest: dict[int, tuple[int, object]] = {}
         self._counts: tuple[int, ...] = _COUNTS
 
-    def add(self, item: object, index: Any) -> None:
+    def add(self, item: object, index: object) -> None:
         """Compare one sample with the others; one that cannot be collated cannot be in a batch."""
         try:
             batch = self._collate_alone(item)

@@ -146,7 +146,7 @@ class TrainingStep(Step):
 class EvaluationStep(Step):
     """A step of validation or test."""
 
-    def __init__(self, again: Again, own: Callable[..., Any], batch: Any, rest: tuple[Any, ...]) -> None:
+    def __init__(self, again: Again, own: Callable[..., Any], batch: object, rest: tuple[Any, ...]) -> None:
         super().__init__(again, batch, int(rest[0]) if rest else 0)
         self.again: Again = again
         self.own, self.rest = own, rest
@@ -154,7 +154,7 @@ class EvaluationStep(Step):
     def obstacle(self, error: BaseException | None) -> str:  # noqa: ARG002, D102
         return self.again.ranks.obstacle(in_backward=False)
 
-    def forward(self, batch: Any, *, final: bool, is_last: bool) -> Any:  # noqa: D102
+    def forward(self, batch: object, *, final: bool, is_last: bool) -> Any:  # noqa: D102
         with self.logging(wanted=final and is_last):
             return self.own(batch, *self.rest)
 
@@ -196,7 +196,7 @@ class Again:
         self._announce = announce
         self.broken = False
 
-    def run(self, batch: Any, whole: Callable[[], Any], make: Callable[[], Step]) -> Any:
+    def run(self, batch: object, whole: Callable[[], Any], make: Callable[[], Step]) -> Any:
         """Run a step, in parts if it has to be.
 
         Args:
@@ -237,17 +237,17 @@ class Again:
         nbytes = batch_bytes(part_of(step.batch, cut, samples, start, stop))
         return Samples(stop - start, nbytes)
 
-    def note(self, batch: Any, *, draws: bool = False) -> Noted:
+    def note(self, batch: object, *, draws: bool = False) -> Noted:
         """Note the state before a step."""
         if self.ranks.are_many:
             self.ranks.begin()
         return self.state.note(self.trainer._results, batch, draws=draws)
 
-    def _succeeded(self, batch: Any) -> None:
+    def _succeeded(self, batch: object) -> None:
         self.state.watch()
         self.policy.ran_whole(batch)
 
-    def _quietly(self, work: Callable[[], Any], otherwise: Any) -> Any:
+    def _quietly(self, work: Callable[[], Any], otherwise: object) -> Any:
         """Do something of ours, which must not stop a training that has enough memory."""
         try:
             return work()
@@ -391,7 +391,7 @@ class TrainingAgain(Again):
         vars(self._loop).pop("_make_closure", None)
         self.ranks.close()
 
-    def _make(self, *call: Any) -> Any:
+    def _make(self, *call: object) -> Any:
         closure = self.make(*call)
         if not self.broken:
             try:
@@ -438,5 +438,5 @@ class EvaluationAgain(Again):
             vars(self.trainer.strategy).pop(name, None)
         self.ranks.close()
 
-    def _run(self, own: Callable[..., Any], batch: Any, *rest: Any) -> Any:
+    def _run(self, own: Callable[..., Any], batch: object, *rest: object) -> Any:
         return self.run(batch, partial(own, batch, *rest), partial(EvaluationStep, self, own, batch, rest))

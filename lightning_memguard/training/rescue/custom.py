@@ -65,7 +65,7 @@ class CustomFunctions:
         with patched(torch.autograd.Function, apply=classmethod(apply)):
             yield
 
-    def _note(self, name: str, args: tuple[Any, ...], out: Any) -> None:
+    def _note(self, name: str, args: tuple[Any, ...], out: object) -> None:
         outs = [each for each in (out if isinstance(out, (tuple, list)) else (out,)) if isinstance(each, torch.Tensor)]
         node = next((each.grad_fn for each in outs if each.grad_fn is not None), None)
         if node is None:

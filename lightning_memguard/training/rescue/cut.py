@@ -148,7 +148,7 @@ def _expect(holds: bool) -> None:
         raise CannotTraceError("the batch is not like the ones seen before training")
 
 
-def size_of(batch: Any, cut: Cut) -> int:
+def size_of(batch: object, cut: Cut) -> int:
     """The number of samples in a batch; 0 where it is not like those that ``cut`` was made from."""
     if cut.kind == "rows":
         shape = getattr(batch, "shape", ())
@@ -159,7 +159,7 @@ def size_of(batch: Any, cut: Cut) -> int:
     return next((size_of(children[key], child) for key, child in cut.children if key in children and _cuts(child)), 0)
 
 
-def cuts_for(batch: Any, known: Cut | None) -> Iterator[tuple[int, Cut]]:
+def cuts_for(batch: object, known: Cut | None) -> Iterator[tuple[int, Cut]]:
     """How many samples a batch has, and how it may be cut, the most likely way first.
 
     Raises:

@@ -7,7 +7,7 @@ was not seen differs between parts of different sizes, and refuses the step.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -47,12 +47,12 @@ class Entry:
     draws: tuple[rules.Drawn | None, ...] = ()
 
     @classmethod
-    def of(cls, func: Any, numbers: tuple[Any, ...], outs: list[torch.Tensor], layouts: list[Layout]) -> Entry:
+    def of(cls, func: object, numbers: tuple[Any, ...], outs: list[torch.Tensor], layouts: list[Layout]) -> Entry:
         """Write down a call."""
         shapes = tuple(rules.shape_of(t, o) for t, o in zip(outs, layouts, strict=True))
         return cls(func, numbers, tuple(layouts), shapes)
 
-    def is_same(self, func: Any, numbers: tuple[Any, ...], outs: list[torch.Tensor]) -> bool:
+    def is_same(self, func: object, numbers: tuple[Any, ...], outs: list[torch.Tensor]) -> bool:
         """Whether a call in another part is this one."""
         shapes = tuple(rules.shape_of(t, o) for t, o in zip(outs, self.layouts, strict=False))
         return (self.func, self.numbers, self.shapes) == (func, numbers, shapes) and len(outs) == len(self.layouts)
@@ -253,7 +253,7 @@ class Flow(TorchDispatchMode):
         self._before(call)
         return self._after(call, self._run_random(call) if info.draws else func(*args, **kwargs))
 
-    def _after(self, call: rules.OperatorCall, out: Any) -> Any:
+    def _after(self, call: rules.OperatorCall, out: object) -> Any:
         """Say how the samples lie in what an operator has returned."""
         info = call.info
         call.outs = [*operands(out)]
@@ -267,7 +267,7 @@ class Flow(TorchDispatchMode):
                 self._raw.add(storage_of(tensor))
         return out
 
-    def run_as_one(self, func: Any, kernel: Any, args: tuple[Any, ...]) -> Any:
+    def run_as_one(self, func: object, kernel: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Run an operator that is made of others as one that has a rule; autograd sees the others."""
         info, tensors = rules.info_of(func), [*operands(args)]
         call = rules.OperatorCall(info, args, {}, tensors, [self.layout(tensor) for tensor in tensors], self.samples)
@@ -277,7 +277,7 @@ class Flow(TorchDispatchMode):
             out = self._draw_own(kernel, call) if "dropout" in call.arguments else kernel(*args)
         return out if self.is_single and not self.recomputes else self._after(call, out)
 
-    def _alias(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _alias(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         layout = get(args[0], self.token) if self.is_single else self.layout(args[0])
         out = func(*args, **kwargs)
         if layout is not None:
@@ -463,7 +463,7 @@ class Flow(TorchDispatchMode):
             return call.info.func(*call.args, **call.kwargs)
         return self._draw(call.info.func, call, drawn)
 
-    def _draw(self, func: Any, call: rules.OperatorCall, drawn: rules.Drawn) -> Any:
+    def _draw(self, func: Callable[..., Any], call: rules.OperatorCall, drawn: rules.Drawn) -> Any:
         """Draw the whole batch's random numbers, and take those of this part."""
         if call.kwargs.get("generator") is not None:
             raise refuse(f"{call.info.name} draws from a generator of its own")
@@ -473,7 +473,7 @@ class Flow(TorchDispatchMode):
             )
         return self._draw_own(func, call) if out is None else out
 
-    def _draw_own(self, func: Any, call: rules.OperatorCall) -> Any:
+    def _draw_own(self, func: Callable[..., Any], call: rules.OperatorCall) -> Any:
         if not call.is_random():
             return func(*call.args, **call.kwargs)
         if not self.lenient:

@@ -33,7 +33,7 @@ def clears_otherwise(module: LightningModule) -> bool:
 
 
 @contextlib.contextmanager
-def hooks_once(calls: Any, share: float, *, is_last: bool, again: bool) -> Iterator[None]:
+def hooks_once(calls: object, share: float, *, is_last: bool, again: bool) -> Iterator[None]:
     """Call the hooks before and after a backward pass once for a batch: those of its last part.
 
     Args:
@@ -60,7 +60,7 @@ def hooks_once(calls: Any, share: float, *, is_last: bool, again: bool) -> Itera
 def without_experiments(loggers: Sequence[Any]) -> Iterator[None]:
     """Refuse what a step writes to its loggers by itself: each pass would write it."""
 
-    def refused(_: Any) -> Any:
+    def refused(_: object) -> Any:
         raise refuse("it writes to a logger by itself, and each part would")
 
     kinds = [type(each) for each in loggers]

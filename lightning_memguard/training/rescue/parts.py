@@ -42,7 +42,7 @@ class Step:
     noted: Noted
     passes: Passes
 
-    def __init__(self, again: Any, batch: Any, place: int) -> None:
+    def __init__(self, again: Any, batch: object, place: int) -> None:
         self.again, self.batch, self.place = again, batch, place
         self.failed = False  # as a whole
 
@@ -51,7 +51,7 @@ class Step:
         """Why it must not be run again by itself; empty if it may be. ``error`` is what it raised, if it was run."""
 
     @abstractmethod
-    def forward(self, batch: Any, *, final: bool, is_last: bool) -> Any:
+    def forward(self, batch: object, *, final: bool, is_last: bool) -> Any:
         """Run a part forward; ``final`` where its backward pass follows, ``is_last`` where no other part does."""
 
     @contextmanager
@@ -63,28 +63,28 @@ class Step:
             return
         log, reset = results.log, results.reset
 
-        def logged(fx: str, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        def logged(fx: str, name: str, value: object, *args: object, **kwargs: object) -> None:
             passes.check_number(f"the value that it logs as `{name}`", value)
             if wanted:
                 with passes.flow.silent():
                     log(fx, name, value, *map(plain, args), **{key: plain(each) for key, each in kwargs.items()})
 
-        def emptied(*args: Any, **kwargs: Any) -> None:
+        def emptied(*args: object, **kwargs: object) -> None:
             with passes.flow.silent():
                 reset(*args, **kwargs)
 
         with added(results, log=logged, reset=emptied), without_experiments(self.again.trainer.loggers):
             yield
 
-    def losses(self, result: Any) -> list[torch.Tensor]:  # noqa: ARG002
+    def losses(self, result: object) -> list[torch.Tensor]:  # noqa: ARG002
         """The tensors that are differentiated."""
         return []
 
-    def outputs(self, result: Any) -> Any:
+    def outputs(self, result: object) -> Any:
         """The results that are joined."""
         return result
 
-    def backward(self, result: Any, share: float, *, is_last: bool) -> None:
+    def backward(self, result: object, share: float, *, is_last: bool) -> None:
         """Run the backward pass; the loss is scaled by the part's share of the samples."""
 
     def finished(self) -> Any:
@@ -202,7 +202,7 @@ class Passes:
             self.flow.finish()
         self._inspect(result)
 
-    def _inspect(self, result: Any) -> None:
+    def _inspect(self, result: object) -> None:
         """Refuse what the operators did not show."""
         for loss in self.step.losses(result):
             if self.flow.kind(loss) not in ("whole", "constant"):
@@ -220,7 +220,7 @@ class Passes:
             raise Refused(f"training_step {what} {kind}")
         return layout
 
-    def check_number(self, what: str, value: Any) -> None:
+    def check_number(self, what: str, value: object) -> None:
         """Refuse a value of single samples where one of the whole batch is expected."""
         if self.flow.kind(value) not in ("", "whole", "constant"):
             raise refuse(f"{what} is one of single samples")
@@ -357,7 +357,7 @@ class Passes:
             raise Refused("activation checkpoints in a part of one sample")
         own: Callable[..., Any] = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
 
-        def run_backward(*args: Any, **kwargs: Any) -> Any:  # a function mode is off while `Tensor.backward` prepares
+        def run_backward(*args: object, **kwargs: object) -> Any:  # function modes are off while `backward` prepares
             with lengths(self.reductions), self.flow, self.reductions:
                 return own(*args, **kwargs)
 
@@ -402,7 +402,7 @@ def _drop(_: torch.Tensor) -> None:
     return None
 
 
-def _keep(_: Any) -> torch.Tensor:
+def _keep(_: object) -> torch.Tensor:
     raise Refused("it runs a backward pass of its own")
 
 
@@ -410,7 +410,7 @@ def _refused(own: Callable[..., Any]) -> Callable[..., Any]:
     """A function that computes gradients, refused in this thread."""
     thread = threading.get_ident()
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> Any:
         if threading.get_ident() != thread:
             return own(*args, **kwargs)
         raise refuse(f"it computes gradients of its own, by torch.autograd.{own.__name__}")

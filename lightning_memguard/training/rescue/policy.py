@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from lightning_memguard.core.batch.nesting import batch_bytes, batch_size_of
 
@@ -69,7 +68,7 @@ class Policy:
 
     # -- before a step
 
-    def at_once(self, batch: Any) -> int:
+    def at_once(self, batch: object) -> int:
         """How many samples of a batch to run at once; 0 for all of them."""
         nbytes = batch_bytes(batch)
         if nbytes < self.too_large_bytes:
@@ -81,7 +80,7 @@ class Policy:
             self._wait = self._patience
         return self._within(batch_size_of(batch), nbytes)
 
-    def expect(self, batch: Any, share: float) -> int:
+    def expect(self, batch: object, share: float) -> int:
         """Run batches as large as this one in parts, as it is predicted not to fit; return how many samples at once.
 
         Only a ``share`` of its samples fit. The result is 0 for all of them.
@@ -104,7 +103,7 @@ class Policy:
         """A step ran out of memory as a whole."""
         self.failures.add(place)
 
-    def ran_whole(self, batch: Any) -> None:
+    def ran_whole(self, batch: object) -> None:
         """A step ran as a whole: batches as large as it are tried again."""
         if self.too_large_bytes < math.inf and batch_bytes(batch) >= self.too_large_bytes:
             self.too_large_bytes, self._patience = math.inf, _PATIENCE

@@ -12,7 +12,7 @@ import inspect
 import math
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import FunctionType
@@ -36,7 +36,9 @@ _CLOSE = 1e-3  # relative, between two runs of a part
 _HALF = 1e-4  # the precision of 16 bits
 _ROUNDED = 256  # units in the last place, between a value computed in two parts of different sizes
 
-
+Function = Callable[..., Any]
+Args = tuple[Any, ...]
+Named = dict[str, Any]
 _COMBINE: dict[str, Callable[..., torch.Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 
 
@@ -224,9 +226,7 @@ class Reductions(TorchFunctionMode):
         self.outside.begin()
         self.share = self.flow.samples / self.flow.total
 
-    def __torch_function__(
-        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Function, types: object, args: Args = (), kwargs: Named | None = None) -> Any:
         kwargs, flow = kwargs or {}, self.flow
         if flow.quiet:
             return func(*args, **kwargs)
@@ -256,7 +256,7 @@ class Reductions(TorchFunctionMode):
             self._end_call(func, name, args, kwargs, out)
         return self._settled(out)
 
-    def _begin_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _begin_call(self, args: Args, kwargs: Named) -> None:
         """Note where a function takes tensors from; a part of one sample is told how its random numbers lie."""
         flow = self.flow
         if flow.is_single and self.place < len(self.script):
@@ -272,7 +272,7 @@ class Reductions(TorchFunctionMode):
         if self.flow.is_single:
             self.flow.put(tensor, CONSTANT)
 
-    def _end_call(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+    def _end_call(self, func: object, name: str, args: Args, kwargs: Named, out: object) -> None:
         """Write down how samples lie in what a function returns; a part of one sample is told so.
 
         Which of several dimensions of size one is that of the samples cannot be seen; and C++ takes other ways through
@@ -322,7 +322,7 @@ class Reductions(TorchFunctionMode):
                 raise refuse("a function returns rows that do not belong to samples")
             self.flow.put(each, layout.waiting(pending))
 
-    def _recomputed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _recomputed(self, func: Function, args: Args, kwargs: Named) -> Any:
         """Code of the user's that runs in the backward pass, in an activation checkpoint."""
         if sys._getframe(2).f_code.co_filename.endswith(_CHECKPOINT):  # it compares shapes by itself
             return func(*args, **kwargs)
@@ -334,7 +334,7 @@ class Reductions(TorchFunctionMode):
 
     # -- sizes, and lists of numbers
 
-    def _known(self, func: Any, name: str, layout: Layout | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _known(self, func: Function, name: str, layout: Layout | None, args: Args, kwargs: Named) -> Any:
         """Return the result that is known without an operator; None for another function."""
         if layout is None:
             if not (func in (torch.tensor, torch.as_tensor) and args and isinstance(args[0], Lengths)):
@@ -362,14 +362,14 @@ class Reductions(TorchFunctionMode):
                 raise Waits
             return Lengths(x.tolist(), layout)
 
-    def _silently(self, func: Any, layout: Layout, /, *args: Any, **kwargs: Any) -> Any:
+    def _silently(self, func: Function, layout: Layout, /, *args: Any, **kwargs: Any) -> Any:
         """Call a function whose result has a known layout."""
         with self.flow.silent():
             out = func(*args, **kwargs)
         self.flow.put(out, layout)
         return out
 
-    def _sized(self, func: Any, name: str, layout: Layout, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _sized(self, func: Function, name: str, layout: Layout, args: Args, kwargs: Named) -> Any:
         """The sizes of a tensor with samples; None for another function."""
         if func != _SHAPE and name not in ("size", "numel", "nelement"):
             if func == _DATA:
@@ -448,7 +448,7 @@ class Reductions(TorchFunctionMode):
     # -- functions
 
     def _rewritten(
-        self, func: Any, name: str, x: torch.Tensor | None, layout: Layout | None, args: Any, kwargs: Any
+        self, func: Function, name: str, x: torch.Tensor | None, layout: Layout | None, args: Args, kwargs: Named
     ) -> Any:
         """A function over samples as one of sums; with sizes as the part has them; `_NO` for any other."""
         if sizes_in(args) or (kwargs and sizes_in([*kwargs.values()])):
@@ -465,7 +465,7 @@ class Reductions(TorchFunctionMode):
             return _SPECIAL[name](self, func, *args, **kwargs)
         return self._reduced(name, x, layout, args, kwargs) if name in _REWRITES else _NO
 
-    def _check_slices(self, x: torch.Tensor, layout: Layout, index: Any) -> None:
+    def _check_slices(self, x: torch.Tensor, layout: Layout, index: object) -> None:
         """Refuse ``x[:4]`` in parts of four samples at most: it is all of a part, and not all of the batch."""
         with self.flow.silent():
             taken = _taken(index if isinstance(index, tuple) else (index,), x.dim(), layout.dim)
@@ -475,7 +475,7 @@ class Reductions(TorchFunctionMode):
             if layout.ragged or (_is_all(as_shape(taken), part) and not _is_all(taken, whole)):
                 raise refuse("slice takes some of the samples")
 
-    def _reduced(self, name: str, x: torch.Tensor, layout: Layout, args: Any, kwargs: Any) -> Any:
+    def _reduced(self, name: str, x: torch.Tensor, layout: Layout, args: Args, kwargs: Named) -> Any:
         rewrite, parameters = _REWRITES[name]
         given = dict(zip(parameters, args[1:], strict=False)) | kwargs
         dims = self._reduced_dims(given, x)
@@ -484,13 +484,13 @@ class Reductions(TorchFunctionMode):
         with self:
             return rewrite(self, x, dims, given)
 
-    def _called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _called(self, func: Function, args: Args, kwargs: Named) -> Any:
         """Call a function with other arguments than it was given."""
         out = func(*args, **kwargs)
         self._end_call(func, func.__name__, tuple(each for each in args if type(each) is not int), kwargs, out)
         return out
 
-    def _reduced_dims(self, given: dict[str, Any], x: torch.Tensor) -> set[int] | None:
+    def _reduced_dims(self, given: Named, x: torch.Tensor) -> set[int] | None:
         if "axis" in given:
             given["dim"] = given.pop("axis")
         if isinstance(given.get("dim"), bool):
@@ -500,7 +500,7 @@ class Reductions(TorchFunctionMode):
             return None
         return {each % self._rank(x) for each in ([dim] if isinstance(dim, int) else dim)}
 
-    def _with_sizes(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+    def _with_sizes(self, func: Function, name: str, args: Args, kwargs: Named) -> Any:
         if name in _ARITHMETIC:
             return _NO
         if name == "arange":
@@ -521,7 +521,7 @@ class Reductions(TorchFunctionMode):
             raise refuse(f"{name} depends on how many samples there are, or on their values")
         return out
 
-    def _made(self, name: str, sizes: Any, args: Any) -> Layout | None:
+    def _made(self, name: str, sizes: Sequence[Any], args: Args) -> Layout | None:
         """The layout of what a function makes that has a row for each sample; None if it has not, or two."""
         flow = self.flow
         places = [place for place, size in enumerate(sizes) if type(size) is Size]
@@ -537,7 +537,7 @@ class Reductions(TorchFunctionMode):
                 inner *= args[0].shape[place] if place >= 0 else 1
         return Layout("rows", places[0], 1, inner, arranged=size.arranged)
 
-    def _arange(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _arange(self, func: Function, args: Args, kwargs: Named) -> Any:
         size = args[0] if len(args) == 1 else args[1] if len(args) == 2 and args[0] == 0 else None
         if type(size) is not Size or size.part != self.flow.samples or size != self.flow.total:
             return _NO  # a constant of the whole batch's size
@@ -547,19 +547,19 @@ class Reductions(TorchFunctionMode):
         finally:
             self.flow.sized = None
 
-    def _one_hot(self, _: Any, x: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
+    def _one_hot(self, _: object, x: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
         with self:
             count = num_classes if num_classes > 0 else int(x.max()) + 1
             return (x.unsqueeze(-1) == torch.arange(count, device=x.device)).to(torch.int64)
 
-    def _opened(self, func: Any, *args: Any, **kwargs: Any) -> Any:
+    def _opened(self, func: FunctionType, *args: Any, **kwargs: Any) -> Any:
         """Run a function that is written in Python as the functions that it calls."""
         closed = dict.fromkeys(("has_torch_function_unary", "has_torch_function_variadic"), lambda *_: False)
         opened = FunctionType(func.__code__, {**func.__globals__, **closed}, func.__name__, func.__defaults__)
         with self:
             return opened(*args, **kwargs)
 
-    def _instance_norm(self, func: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def _instance_norm(self, func: Function, x: torch.Tensor, *args: object, **kwargs: object) -> Any:
         given = _INSTANCE_NORM.bind(x, *args, **kwargs).arguments
         if not given.get("use_input_stats", True) or given.get("running_mean") is not None:
             return _NO
@@ -570,7 +570,7 @@ class Reductions(TorchFunctionMode):
             out = out if weight is None else out * weight.view(shape)
             return out if bias is None else out + bias.view(shape)
 
-    def _loss(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+    def _loss(self, func: FunctionType, name: str, args: Args, kwargs: Named) -> Any:
         """A loss function's mean or sum, from its losses of each element."""
         bound = _LOSSES[func].bind(*args, **kwargs)
         bound.apply_defaults()
@@ -592,7 +592,7 @@ class Reductions(TorchFunctionMode):
                 return (losses / given["target_lengths"].clamp(min=1).to(losses)).mean()
             return self._mean_loss(name, losses, given)
 
-    def _mean_loss(self, name: str, losses: torch.Tensor, given: dict[str, Any]) -> torch.Tensor:
+    def _mean_loss(self, name: str, losses: torch.Tensor, given: Named) -> torch.Tensor:
         target, weight = given.get("target"), given.get("weight")
         if name not in ("cross_entropy", "nll_loss") or target is None or target.is_floating_point():
             return losses.mean()
@@ -603,7 +603,7 @@ class Reductions(TorchFunctionMode):
 
     # -- contributions
 
-    def _settled(self, out: Any) -> Any:
+    def _settled(self, out: object) -> Any:
         kind = self.flow.kind
         if not any(kind(each) in _COMBINE for each in operands(out)):
             return out
@@ -643,12 +643,12 @@ def _sum(x: torch.Tensor, dims: set[int] | None, *, keep: bool) -> torch.Tensor:
     return x.sum(**wide) if dims is None else x.sum(sorted(dims), keepdim=keep, **wide)
 
 
-def _mean(run: Reductions, x: torch.Tensor, dims: set[int] | None, given: dict[str, Any]) -> Any:
+def _mean(run: Reductions, x: torch.Tensor, dims: set[int] | None, given: Named) -> Any:
     x = x if given.get("dtype") is None else x.to(given["dtype"])
     return (_sum(x, dims, keep=bool(given.get("keepdim"))) / run._count(x, dims)).to(x.dtype)
 
 
-def _var(run: Reductions, x: torch.Tensor, dims: set[int] | None, given: dict[str, Any]) -> Any:
+def _var(run: Reductions, x: torch.Tensor, dims: set[int] | None, given: Named) -> Any:
     correction = given.get("correction", 1)
     correction = int(given["unbiased"]) if given.get("unbiased") is not None else correction
     correction = 1 if correction is None else correction
@@ -658,7 +658,7 @@ def _var(run: Reductions, x: torch.Tensor, dims: set[int] | None, given: dict[st
     return ((squares - rest.square() / count) / (count - correction)).to(x.dtype)
 
 
-def _norm(_: Reductions, x: torch.Tensor, dims: set[int] | None, given: dict[str, Any]) -> Any:
+def _norm(_: Reductions, x: torch.Tensor, dims: set[int] | None, given: Named) -> Any:
     order = given.get("ord", given.get("p", 2))
     order = 2 if order in (None, "fro") else order
     if not isinstance(order, (int, float)) or order <= 0 or (dims is not None and len(dims) > 1 and order != 2):
@@ -671,7 +671,7 @@ def _norm(_: Reductions, x: torch.Tensor, dims: set[int] | None, given: dict[str
     return _sum(x.abs().pow(order), dims, keep=keep).pow(1 / order).to(x.dtype)
 
 
-def _logsumexp(_: Reductions, x: torch.Tensor, dims: set[int] | None, given: dict[str, Any]) -> Any:
+def _logsumexp(_: Reductions, x: torch.Tensor, dims: set[int] | None, given: Named) -> Any:
     top = x.amax(sorted(dims or ()), keepdim=True).detach()
     total = (x - top).exp().sum(sorted(dims or ()), keepdim=True).log() + top
     return total if given.get("keepdim") else total.squeeze(tuple(dims or ()))
@@ -683,7 +683,7 @@ _SHAPE, _DATA = torch.Tensor.shape.__get__, torch.Tensor.data.__get__  # type: i
 _INSTANCE_NORM = inspect.signature(F.instance_norm)
 
 # How a function is written as sums, and the names of its arguments after the tensor.
-_REWRITES: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
+_REWRITES: dict[str, tuple[Function, tuple[str, ...]]] = {
     "mean": (_mean, ("dim", "keepdim")),
     "var": (_var, ("dim", "unbiased", "keepdim")),
     "std": (lambda *call: _var(*call).sqrt(), ("dim", "unbiased", "keepdim")),
@@ -694,7 +694,7 @@ _REWRITES: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "linalg_norm": (_norm, ("ord", "dim", "keepdim")),
     "logsumexp": (_logsumexp, ("dim", "keepdim")),
 }
-_SPECIAL: dict[str, Callable[..., Any]] = {
+_SPECIAL: dict[str, Function] = {
     "one_hot": Reductions._one_hot, "instance_norm": Reductions._instance_norm, "normalize": Reductions._opened,
     "gaussian_nll_loss": Reductions._opened,
 }  # fmt: skip
@@ -740,7 +740,7 @@ def _in_checkpoint() -> bool:
     return False
 
 
-def _taken(index: tuple[Any, ...], rank: int, dim: int) -> Any:
+def _taken(index: Args, rank: int, dim: int) -> Any:
     """Return the entries that an index takes along a dimension."""
     widths = [
         0 if each is None or each is ... or isinstance(each, bool)

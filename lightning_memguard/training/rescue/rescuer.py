@@ -79,7 +79,7 @@ class Rescuer:
         guard = self._guards.get("train" if self._trainer.training else "val")
         return guard.refused if guard else ""
 
-    def expect(self, batch: Any, larger: Larger) -> int:
+    def expect(self, batch: object, larger: Larger) -> int:
         """Run batches like this one, announced as too large, in parts; how many samples at once, 0 for all."""
         if larger.verdict != "does not fit" or "train" not in self._guards:
             return 0

@@ -107,7 +107,7 @@ class OperatorCall:
         """The tensors that are written to."""
         return [*operands([self.get(name) for name in self.info.written])]
 
-    def of(self, value: Any) -> Layout:
+    def of(self, value: object) -> Layout:
         """The layout of an argument."""
         for tensor, layout in zip(self.tensors, self.layouts, strict=True):
             if tensor is value:
@@ -153,7 +153,7 @@ class OperatorCall:
         return True
 
 
-def _number(value: Any, *, sized: bool) -> Any:
+def _number(value: object, *, sized: bool) -> Any:
     if isinstance(value, torch.Tensor):
         return None
     if isinstance(value, (list, tuple)):

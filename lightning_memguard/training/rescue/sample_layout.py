@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import traceback
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -140,7 +140,7 @@ def put(tensor: torch.Tensor, token: object, layout: Layout) -> None:
     setattr(tensor, _KEY, (token, layout))
 
 
-def forget(tensor: Any) -> None:
+def forget(tensor: object) -> None:
     """Take a tensor's layout away."""
     vars(tensor).pop(_KEY, None)
 

@@ -54,7 +54,7 @@ class Size(int):
 def _lift(name: str) -> Callable[[Size, Any], Any]:
     own = getattr(int, name)
 
-    def method(self: Size, other: Any) -> Any:
+    def method(self: Size, other: object) -> Any:
         whole = own(int(self), int(other) if isinstance(other, Size) else other)
         if type(whole) is not int:
             return whole
@@ -94,7 +94,7 @@ def sizes_in(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and any(sizes_in(each) for each in value)
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> Any:
     """A number, or a shape, without this class."""
     if isinstance(value, (list, tuple)) and type(value) in (list, tuple, torch.Size) and sizes_in(value):
         return type(value)(plain(each) for each in value)

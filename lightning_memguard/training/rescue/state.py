@@ -204,7 +204,7 @@ class StepState:
 
     # -- before a step
 
-    def note(self, results: Any, batch: Any, *, draws: bool = False) -> Noted:
+    def note(self, results: Any, batch: object, *, draws: bool = False) -> Noted:
         """Return the state before a step.
 
         Args:
@@ -274,7 +274,7 @@ class StepState:
     def _is_users(self, key: str, _: object) -> bool:
         return key in _CHANGED or (key not in self._own and not key.startswith("_jit"))
 
-    def _plant(self, kind: _Kind, container: Any, name: str) -> None:
+    def _plant(self, kind: _Kind, container: object, name: str) -> None:
         self._trees.append([_Cell(kind, container, name, _MOST_DEPTH, len(self._trees))])
         self._grow(len(self._trees) - 1)
 
@@ -459,7 +459,7 @@ def _unknown(what: str) -> str:
     return f"it changed {what} before it failed, and the value before is not known"
 
 
-def _flat(value: Any) -> Iterator[Any]:
+def _flat(value: object) -> Iterator[Any]:
     """Yield a value, or those in a tuple."""
     if isinstance(value, tuple):
         for each in value:
@@ -468,14 +468,14 @@ def _flat(value: Any) -> Iterator[Any]:
         yield value
 
 
-def _left(value: Any, name: str, replace: Callable[[Any], None], seen: set[int]) -> Iterator[Left]:
+def _left(value: object, name: str, replace: Callable[[Any], None], seen: set[int]) -> Iterator[Left]:
     """Yield the tensors in a value, and in the containers in it that were not seen."""
     if isinstance(value, torch.Tensor):
         yield Left(name, value, replace)
     elif isinstance(value, tuple):
         items = list(value)
 
-        def rebuild(index: int, item: Any) -> None:
+        def rebuild(index: int, item: object) -> None:
             items[index] = item
             replace(type(value)(*items) if hasattr(value, "_fields") else tuple(items))
 
@@ -491,7 +491,7 @@ def _left(value: Any, name: str, replace: Callable[[Any], None], seen: set[int])
 # -- cells
 
 
-def _of_batch(batch: Any) -> tuple[list[tuple[_Kind, Any, Any]], Collection[torch.Tensor]]:
+def _of_batch(batch: object) -> tuple[list[tuple[_Kind, Any, Any]], Collection[torch.Tensor]]:
     """Return the containers of a batch, with a copy of each, and its tensors."""
     if (kind := _FLAT.get(type(batch))) is not None:
         saved = kind.save(batch)
@@ -505,7 +505,7 @@ def _of_batch(batch: Any) -> tuple[list[tuple[_Kind, Any, Any]], Collection[torc
 
 
 def _walk(
-    value: Any,
+    value: object,
     name: str,
     depth: int,
     root: int,
@@ -536,7 +536,7 @@ def _length(cell: _Cell, saved: Any) -> int:
     return 0 if cell.kind.pairs is _nothing else len(saved)
 
 
-def _entries(cell: _Cell, saved: Any) -> Iterator[tuple[Any, Any]]:
+def _entries(cell: _Cell, saved: object) -> Iterator[tuple[Any, Any]]:
     """Yield what was saved of a cell, by key, but for plain values; of a long list, the last ones."""
     pairs = [*cell.kind.pairs(saved)]
     for key, value in pairs if len(pairs) <= _WALKED else pairs[-_WALKED:]:
@@ -545,7 +545,7 @@ def _entries(cell: _Cell, saved: Any) -> Iterator[tuple[Any, Any]]:
                 yield key, each
 
 
-def _is_new(value: Any, known: set[int]) -> bool:
+def _is_new(value: object, known: set[int]) -> bool:
     """Whether a value is a container that is not known."""
     return value.__class__ not in _PLAIN and (found := _container(value)) is not None and id(found[1]) not in known
 
@@ -555,7 +555,7 @@ def _is_calm(cell: _Cell) -> bool:
     return cell.kind.compares and not any(isinstance(each, torch.Tensor) for each in values)
 
 
-def _equal(now: Any, before: Any) -> bool:
+def _equal(now: object, before: object) -> bool:
     try:
         return bool(now == before)
     except Exception:  # noqa: BLE001 - tensors and arrays do not compare; neither do some of the users' objects
@@ -577,7 +577,7 @@ def _container(value: Any) -> tuple[_Kind, Any] | None:
 
 
 @lru_cache(maxsize=1024)
-def _kind_of(cls: Any) -> _Kind | None:
+def _kind_of(cls: type) -> _Kind | None:
     for base, kind in _KINDS.items():
         if issubclass(cls, base):
             return kind
@@ -605,7 +605,7 @@ def _nothing(*_: object) -> tuple[()]:
     return ()
 
 
-def _put_dict(container: Any, saved: dict[Any, Any]) -> None:
+def _put_dict(container: dict[Any, Any], saved: dict[Any, Any]) -> None:
     for key in [key for key in container if key not in saved]:
         del container[key]
     for key, value in saved.items():
@@ -617,7 +617,7 @@ def _put_dict(container: Any, saved: dict[Any, Any]) -> None:
             container[key] = value
 
 
-def _put_list(container: Any, saved: tuple[Any, ...]) -> None:
+def _put_list(container: list[Any], saved: tuple[Any, ...]) -> None:
     if len(container) != len(saved) or any(now is not then for now, then in zip(container, saved, strict=True)):
         container.clear()
         container.extend(saved)
@@ -629,7 +629,7 @@ def _put_set(container: set[Any], saved: frozenset[Any]) -> None:
         container.update(saved)
 
 
-def _put_large(container: Any, length: int) -> None:
+def _put_large(container: object, length: int) -> None:
     if isinstance(container, list):
         del container[length:]
 
@@ -650,7 +650,7 @@ def _put_requires_grad(parameters: list[nn.Parameter], saved: list[bool]) -> Non
             parameter.requires_grad_(requires_grad)
 
 
-def _has_grown(container: Any, length: int) -> bool:
+def _has_grown(container: object, length: int) -> bool:
     return isinstance(container, list) and len(container) > length
 
 

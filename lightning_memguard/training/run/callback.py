@@ -63,7 +63,7 @@ def _guarded(hook: _Hook) -> _Hook:
     """
 
     @functools.wraps(hook)
-    def call(self: MemGuard, *arguments: Any, **named: Any) -> None:
+    def call(self: MemGuard, *arguments: Any, **named: object) -> None:
         try:
             hook(self, *arguments, **named)
         except Exception as error:

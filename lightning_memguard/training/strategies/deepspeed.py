@@ -126,7 +126,7 @@ def _part(name: str) -> Any:
 _READS = ("item", "__bool__", "__float__")
 
 
-def _apply_in_place(module: nn.Module, fn: Any, recurse: bool = True) -> nn.Module:
+def _apply_in_place(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
     """``Module.to`` on fake tensors: the optimizer has the parameters already, so these stay the same objects."""
     for each in module.modules() if recurse else (module,):
         for parameter in each.parameters(recurse=False):
@@ -302,13 +302,13 @@ def _label_flat(recorder: Recorder, part: str, tensor: Tensor, *_: object) -> No
 
 
 def _call_around(
-    owner: Any, name: str, before: Callable[..., object] = nothing, after: Callable[..., object] = nothing
+    owner: object, name: str, before: Callable[..., object] = nothing, after: Callable[..., object] = nothing
 ) -> None:
     """Call functions before and after a method, if there is one, with its arguments."""
     method = getattr(owner, name, nothing)
 
     @functools.wraps(method)
-    def calling(*args: Any, **kwargs: Any) -> Any:
+    def calling(*args: object, **kwargs: object) -> Any:
         before(*args, *kwargs.values())
         result = method(*args, **kwargs)
         after(*args, *kwargs.values())

@@ -42,7 +42,7 @@ def is_fabrics(strategy: object) -> bool:
     return bool(_package_of(strategy))
 
 
-def strategy_of(strategy: Any) -> Any:
+def strategy_of(strategy: object) -> Any:
     """Fabric's strategy for a plain module: the one that is given, or the one of this name.
 
     Raises:

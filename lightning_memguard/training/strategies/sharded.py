@@ -208,7 +208,7 @@ class OneRankStrategyMixin(_Strategy):
     def barrier(self, *_: object, **__: object) -> None:
         pass
 
-    def broadcast(self, obj: Any, *_: object, **__: object) -> Any:
+    def broadcast(self, obj: object, *_: object, **__: object) -> Any:
         return obj
 
     def reduce_boolean_decision(self, decision: bool, *_: object, **__: object) -> bool:
