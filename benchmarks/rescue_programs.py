@@ -10,6 +10,7 @@ lambdas, along with a net, further state, a form of the batch, an optimizer, or 
 
 from __future__ import annotations
 
+import collections
 import inspect
 import itertools
 import math
@@ -56,6 +57,7 @@ class Program:
     settings: dict[str, Any] = field(default_factory=dict)  # of the Trainer
     precisions: tuple[str, ...] = ("32-true", "64-true")
     loose: float = 1.0  # factor for the tolerance
+    end: Callable[[Any], None] | None = None  # of an epoch
     hooks: dict[str, Callable[..., Any]] = field(default_factory=dict)  # methods of the module
 
     seed = 0
@@ -95,6 +97,10 @@ class Module(pl.LightningModule):
         if loss is not None:
             self.log("loss", loss, on_step=True, on_epoch=True)
         return result
+
+    def on_train_epoch_end(self) -> None:
+        if self.program.end:
+            self.program.end(self)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         parameters = [p for p in self.parameters() if p.requires_grad]
@@ -192,6 +198,12 @@ def attributes(**makers: Callable[[], Any]) -> Callable[[Any], None]:
     return lambda s: [setattr(s, name, maker()) for name, maker in makers.items()] and None
 
 
+class Plain:
+    """State that is not a tensor's."""
+
+    value = 1.0
+
+
 # -- normalizers, masks, terms that come later, batches changed in place, hooks, hidden state
 
 programs("equal")(
@@ -233,6 +245,11 @@ def hooked(tensor: torch.Tensor, hook: Callable[..., Any]) -> torch.Tensor:
     return tensor
 
 
+programs("refused")(
+    tensor_hook_clamps=lambda s, x, y: F.cross_entropy(
+        s.net[2](hooked(s.net[0](x), lambda grad: grad.clamp(-0.01, 0.01)).tanh()), y
+    ),
+)  # fmt: skip
 programs("either", make=attributes(norms=list))(
     hook_that_reads=lambda s, x, y: F.cross_entropy(
         s.net[2](hooked(s.net[0](x), lambda grad: s.norms.append(float(grad.norm()))).tanh()), y
@@ -262,7 +279,22 @@ def optimizers_in_backward(s: Any) -> None:
 programs("refused", make=optimizers_in_backward)(optimizer_in_backward=ce)
 
 
+@programs("either", make=attributes(plain=Plain))
+def slow_state_in_object(s, x, y):
+    loss = ce(s, x, y)
+    s.plain.value = 0.99 * s.plain.value + 0.01 * loss.item()
+    return loss * s.plain.value
+
+
 # -- logged values that are not means, counters, flags, lists
+
+
+SEEN = {"steps": 0.0}
+
+
+def end_of_list(s: Any) -> None:
+    s.log("listed", torch.stack(s.outs).sum())
+    s.outs.clear()
 
 
 def logged(s: Any, loss: torch.Tensor, values: dict[str, Any], **options: Any) -> torch.Tensor:
@@ -334,9 +366,41 @@ def log_sometimes(s, x, y, i):
 programs("either", make=attributes(counter=itertools.count))(
     counter_iterator=lambda s, x, y: ce(s, x, y) * (1 + 0.1 * next(s.counter))
 )
+programs("either", make=lambda s: SEEN.update(steps=0.0))(
+    global_counter=lambda s, x, y: ce(s, x, y) / (SEEN.update(steps=SEEN["steps"] + 1) or SEEN["steps"])
+)
+programs("either", make=attributes(outs=lambda: collections.deque(maxlen=3)))(
+    deque_of_losses=lambda s, x, y: (s.outs.append((loss := ce(s, x, y)).item()) or loss) * (sum(s.outs) / len(s.outs))
+)
+programs("either", make=attributes(outs=list), end=end_of_list)(
+    list_of_rows=lambda s, x, y: s.outs.extend((out := s.net(x)).detach().exp().flatten()) or F.cross_entropy(out, y),
+)
 programs("either", make=attributes(average=lambda: torch.ones(())))(
     tensor_attribute_in_place=lambda s, x, y: (loss := ce(s, x, y)) / s.average.mul_(0.9).add_(0.1 * loss.detach())
 )
+
+
+@programs("either", make=attributes(first=lambda: True))
+def first_flag(s, x, y):
+    loss = ce(s, x, y)
+    if s.first:
+        s.first = False
+        loss = loss * 3
+    return loss
+
+
+@programs("either", make=attributes(history=lambda: np.zeros(CLASSES)))
+def numpy_state(s, x, y):
+    s.history += F.one_hot(y, CLASSES).sum(0).numpy()
+    weight = torch.from_numpy(s.history / s.history.sum()).to(x.dtype)
+    return ce(s, x, y, weight=weight + 0.1)
+
+
+@programs("either")
+def attribute_made_late(s, x, y):
+    if not hasattr(s, "scale"):
+        s.scale = x.abs().max().detach()
+    return ce(s, x / s.scale, y)
 
 
 # -- precisions, and forms of the batch and of the result
@@ -398,6 +462,7 @@ programs("equal")(
     advantage=lambda s, x, w, y: (each(s, x, y) * ((w - w.mean()) / (w.std() + 1e-8))).mean(),
 )  # fmt: skip
 programs("either")(
+    selected_logits=lambda s, seq, tags: F.cross_entropy(s.net(seq)[tags >= 0], tags[tags >= 0]),
     positives_only=lambda s, x, y, pos: ce(s, x[pos > 0], y[pos > 0], reduction="sum"),
     class_mean_index_add=lambda s, x, y: (
         x.new_zeros(3).index_add(0, y, each(s, x, y)) / torch.bincount(y, minlength=3).clamp(min=1)
@@ -420,6 +485,9 @@ programs("equal")(
     standardized_input=lambda s, x, y: ce(s, (x - x.mean(0)) / x.std(0), y),
 )  # fmt: skip
 programs("either")(
+    batch_norm_by_hand=lambda s, x, y: F.cross_entropy(((h := s.net(x)) - h.mean(0)) / (h.std(0) + 0.1), y),
+    histogram=lambda s, x, y: ce(s, x, y) * (1 + torch.histc(x.float(), 4).max().item() / 100),
+    supervised_half=lambda s, x, y: ce(s, x[: len(x) // 2], y[: len(x) // 2]) + s.net(x[len(x) // 2 :]).pow(2).mean(),
     mode_of_labels=lambda s, x, y: ce(s, x, y) + ce(s, x, torch.full_like(y, int(y.mode().values))),
 )
 
@@ -434,10 +502,12 @@ def barlow_twins(s, x, z):
 # -- what mixes samples
 
 programs("refused")(
+    numpy_permutation=lambda s, x, y: ce(s, 0.7 * x + 0.3 * x[np.random.permutation(len(x))], y),  # noqa: NPY002
     cox=lambda s, x, w: -((r := s.net(x)[:, 0][w.argsort()]) - r.logcumsumexp(0)).mean(),
     fixed_groups=lambda s, x, y: F.cross_entropy(
         (h := s.net(x).view(2, 4, 3)).sub(h.mean(1, keepdim=True)).view(8, 3), y
     ),
+    labels_by_position=lambda s, x: ce(s, x, torch.arange(len(x)) % 3),
 )
 
 
@@ -472,16 +542,31 @@ programs("either")(
         torch.distributions.Normal(0.0, 1.0, validate_args=False),
     ).mean(),
 )
+programs("either", make=attributes(random=lambda: np.random.default_rng(0)))(
+    own_generator_numpy=lambda s, x, y: ce(s, x * (1 + s.random.random()), y)
+)
+programs("either", make=attributes(random=lambda: random.Random(0)))(
+    own_generator_python=lambda s, x, y: ce(s, x * (1 + s.random.random()), y)
+)
+programs("either", make=attributes(random=lambda: torch.Generator().manual_seed(0)))(
+    own_generator_torch=lambda s, x, y: ce(s, x * (1 + torch.rand((), generator=s.random)), y)
+)
 
 # -- sizes as numbers
 
 programs("equal")(
+    size_numpy=lambda s, x, y: each(s, x, y).sum() / float(np.float32(len(x))) + float(np.sqrt(len(y))) * ce(s, x, y),
+    size_range=lambda s, x, y: each(s, x, y).sum() / sum(1 for _ in range(len(x))),
     size_threshold=lambda s, x, y: ce(s, x, y) * (3 if len(x) >= 6 else 1) + (s.net(x).mean() if y.numel() > 7 else 0),
+    size_product=lambda s, seq: (
+        entropy(s, seq).sum() / math.prod(seq.shape[:2]) + entropy(s, seq).sum() / np.prod(seq.shape)
+    ),
     size_flattened=lambda s, seq: s.net(seq.flatten(0, 1)).logsumexp(1).view(seq.size(0), -1).sum(1).mean(),
     two_views=lambda s, x, z: F.mse_loss(*s.net(torch.cat([x, z])).chunk(2)),
     three_stacked=lambda s, x, z, neg: s.net(torch.stack([x, z, neg])).logsumexp(-1).mean(1).std(),
     lr_set_by_step=lambda s, x, y, i: s.trainer.optimizers[0].param_groups[0].update(lr=0.02 / (1 + i)) or ce(s, x, y),
 )
+programs("refused")(size_dict=lambda s, x, y: ce(s, x, y) * {8: 0.5}.get(len(x), 2.0))  # a dict hashes the part's size
 programs("either")(
     size_nested_python=lambda s, x, y: ce(s, x, y) * len([*x]) / len(y.tolist()),
     size_of_nonzero=lambda s, x, y, pos: (each(s, x, y) * pos).sum() / max(1, pos.nonzero().shape[0]),
@@ -501,6 +586,9 @@ programs("equal", make=lambda s: setattr(s, "logs", nn.Parameter(torch.zeros(2))
 programs("equal")(
     orthogonality=lambda s, x, y: ce(s, x, y) + 0.1 * (s.net[2].weight @ s.net[2].weight.T - torch.eye(3)).pow(2).sum(),
     functional=lambda s, x, y: F.cross_entropy(functional_call(s.net, dict(s.net.named_parameters()), (x,)), y),
+)
+programs("equal", make=attributes(teacher=lambda: mlp().requires_grad_(False)))(
+    distilled=lambda s, x: F.kl_div(s.net(x).log_softmax(1), s.teacher(x).softmax(1), reduction="batchmean")
 )
 programs("equal", net=lambda: nn.utils.parametrizations.weight_norm(nn.Linear(6, 3)))(weight_norm=ce)
 programs("either", net=lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(6, 3)))(spectral_norm=ce)
@@ -522,6 +610,8 @@ programs("either")(
         ce(s, x, y) * (1 + sum(float(p.grad.norm()) for p in s.parameters() if p.grad is not None))
     ),
     clears_gradients=lambda s, x, y: s.zero_grad() or ce(s, x, y),
+    changes_weights=lambda s, x, y: torch.no_grad()(lambda: s.net[0].bias.mul_(0.9) * 0)().sum() + ce(s, x, y),
+    changes_weight_data=lambda s, x, y: (s.net[0].weight.data.clamp_(-0.3, 0.3), ce(s, x, y))[1],
 )
 
 
@@ -633,8 +723,27 @@ def net(*layers: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     return lambda: nn.ModuleList([layer() for layer in layers])
 
 
+def embedding() -> nn.Module:
+    return nn.Embedding(WORDS, 6, padding_idx=0)
+
+
 def linear(inputs: int, outputs: int = CLASSES) -> Callable[[], nn.Module]:
     return lambda: nn.Linear(inputs, outputs)
+
+
+def encoder() -> nn.Module:
+    return nn.TransformerEncoderLayer(6, 2, 12, dropout=0.0, batch_first=True)
+
+
+programs("equal", net=net(embedding, encoder, linear(6)))(
+    transformer_padded=lambda s, ids, y: F.cross_entropy(
+        s.net[2](
+            (s.net[1](s.net[0](ids), src_key_padding_mask=ids == 0) * (known := (ids != 0).unsqueeze(-1))).sum(1)
+            / known.sum(1)
+        ),
+        y,
+    )
+)
 
 
 @programs("equal", net=net(lambda: nn.GRUCell(6, 8), linear(8)))
