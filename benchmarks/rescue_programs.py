@@ -208,10 +208,14 @@ class Plain:
 
 programs("equal")(
     retinanet_clamp=lambda s, x, y, pos: (focal(s.net(x), y) * (1 + pos)).sum() / pos.sum().clamp(min=1),
+    max_one_item=lambda s, x, y, pos: (each(s, x, y) * pos).sum() / max(1, int(pos.sum())),
     max_one_python=lambda s, x, y, pos: (each(s, x, y) * pos).sum() / max(pos.sum(), 1),
     detr_as_tensor=lambda s, x, y, pos: (each(s, x, y) * pos).sum()
     / torch.as_tensor([float(pos.sum())]).clamp(min=1).item(),
     mlm_maximum=lambda s, seq, tags: tokens(s, seq, tags).sum() / torch.maximum((tags >= 0).sum(), torch.tensor(1)),
+    mask_over_its_sum=lambda s, seq, mask: (entropy(s, seq) * (mask / mask.sum())).sum(),
+    mask_reciprocal=lambda s, seq, mask: (entropy(s, seq) * mask).sum().mul(mask.sum().reciprocal()),
+    mask_vdot_gaps=lambda s, x, y, w, pos: torch.dot(each(s, x, y), w * (1 - pos)) / (w * (1 - pos)).sum(),
     mask_einsum=lambda s, seq, mask: torch.einsum("bt,bt->", entropy(s, seq), mask) / torch.einsum("bt->", mask),
     mask_l1_normalized=lambda s, x, y, w: (each(s, x, y) * F.normalize(w, p=1, dim=0)).sum(),
     tiny_epsilon=lambda s, seq, gaps: (entropy(s, seq) * gaps).sum() / (gaps.sum() + 1e-6),
@@ -226,11 +230,14 @@ programs("refused")(
     + (contrastive(out, x[:, :3]) if i >= 2 else 0),
     contrastive_random_branch=lambda s, x, y: F.cross_entropy(out := s.net(x), y)
     + (contrastive(out, x[:, :3]) if random.random() < 0.5 else 0),
+    contrastive_tiny_gram=lambda s, x, y: F.cross_entropy(out := s.net(x), y) + 1e-6 * (out @ out.T).exp().mean(),
 )  # fmt: skip
 
 
 programs("either")(
     batch_in_place_later=lambda s, x, y, i: ce(s, x.mul_(1.5) if i >= 1 else x, y),
+    batch_in_place_always=lambda s, x, y: ce(s, x.sub_(x.mean(1, keepdim=True)), y),
+    batch_in_place_whole_mean=lambda s, x, y: ce(s, x.sub_(x.mean(0)), y),
 )
 
 
@@ -256,6 +263,9 @@ programs("either", make=attributes(norms=list))(
     ) * (1 + (s.norms[-1] if s.norms else 0))
 )  # fmt: skip
 
+programs("refused", make=lambda s: [p.register_hook(lambda g: g.clamp(-0.01, 0.01)) for p in s.parameters()] and None)(
+    parameter_hook_clamps=ce
+)
 programs("refused", make=lambda s: s.net[2].register_full_backward_hook(lambda m, gi, go: (gi[0].sign() * 0.01,)))(
     module_backward_hook=ce
 )
@@ -303,11 +313,26 @@ def logged(s: Any, loss: torch.Tensor, values: dict[str, Any], **options: Any) -
 
 
 programs("equal")(
+    log_functions=lambda s, x, y, z: logged(
+        s, logged(s, loss := F.cross_entropy(out := s.net(x), y), {"perplexity": loss.exp()}),
+        {"std": out.std(), "norm": out.norm(), "rmse": F.mse_loss(out, z[:, :3]).sqrt()},
+        on_epoch=True,
+    ),
     log_zero_sum=lambda s, x, y, pos, gaps: logged(
         s, ce(s, x, y), {"zero": (pos * 0).sum(), "positives": pos.sum(), "tokens": gaps.sum()},
         on_step=True, on_epoch=True,
     ),
 )  # fmt: skip
+
+
+@programs("equal")
+def log_reductions(s, x, y, i):
+    out = s.net(x)
+    s.log("top", out.max(), on_step=True, on_epoch=True, reduce_fx="max")
+    s.log("least", out.min(), on_epoch=True, reduce_fx="min")
+    s.log("total", F.cross_entropy(out, y, reduction="sum"), on_step=True, on_epoch=True, reduce_fx="sum")
+    s.log("index", float(i))
+    return F.cross_entropy(out, y)
 
 
 @programs("equal")
@@ -396,6 +421,12 @@ def numpy_state(s, x, y):
     return ce(s, x, y, weight=weight + 0.1)
 
 
+@programs("either", make=attributes(average=lambda: 1.0))
+def float_attribute(s, x, y, pos):
+    s.average = 0.9 * s.average + 0.1 * max(pos.sum().item(), 1)
+    return (each(s, x, y) * (0.1 + pos)).sum() / s.average
+
+
 @programs("either")
 def attribute_made_late(s, x, y):
     if not hasattr(s, "scale"):
@@ -411,6 +442,9 @@ programs("equal", uses="x y", form=lambda b: b | {"scale": 2.0, "epochs": 3})(
     form_numbers=lambda s, batch: ce(s, batch["x"] * batch["scale"], batch["y"]) / batch["epochs"]
 )
 SQUARE = torch.randn(BATCH, BATCH, generator=torch.Generator().manual_seed(2))
+programs("either", uses="x y", form=lambda b: b | {"adjacency": SQUARE.clone()}, net=lambda: mlp(8))(
+    form_shared_square=lambda s, batch: ce(s, F.pad(batch["x"], (0, 2)) @ batch["adjacency"], batch["y"]),
+)
 programs("refused", uses="x y", form=lambda b: b | {"adjacency": SQUARE.clone()})(
     form_graph=lambda s, batch: ce(s, batch["adjacency"] @ batch["x"], batch["y"])
 )
@@ -427,7 +461,11 @@ programs("either", uses="x y", form=lambda b: b | {"x": b["x"].numpy()})(
     form_numpy=lambda s, batch: ce(s, torch.as_tensor(batch["x"]).to(s.net[0].weight.dtype), batch["y"])
 )
 programs("equal")(
+    result_rows=lambda s, x, y: {
+        "loss": F.cross_entropy(out := s.net(x), y), "out": out.detach(), "hits": out.argmax(1) == y,
+    },
     result_none=lambda s, x, y: {"loss": ce(s, x, y), "extra": None},
+    result_numbers=lambda s, x, y: {"loss": (loss := ce(s, x, y)), "double": loss.detach() * 2, "item": loss.item()},
     result_tuple=lambda s, x, y: {"loss": (loss := ce(s, x, y)), "pair": (loss.detach(), None)},
 )  # fmt: skip
 programs("either")(
@@ -436,13 +474,16 @@ programs("either")(
     result_transposed=lambda s, x, y: {"loss": F.cross_entropy(out := s.net(x), y), "out": out.detach().T},
 )
 programs("either", precisions=("bf16-mixed",), loose=2e4)(
-    bf16_masked=lambda s, seq, mask: (entropy(s, seq) * mask).sum() / mask.sum()
+    bf16_mixed=ce, bf16_masked=lambda s, seq, mask: (entropy(s, seq) * mask).sum() / mask.sum()
 )
 
 # -- losses and their reductions
 
 programs("equal")(
     plain_ce=ce,
+    class_weights=lambda s, x, y: ce(s, x, y, weight=torch.tensor([0.1, 1.0, 3.0], dtype=x.dtype)),
+    ignore_index_flat=lambda s, seq, tags: F.cross_entropy(s.net(seq).flatten(0, 1), tags.flatten(), ignore_index=-100),
+    triplet_given=lambda s, x, z, neg: F.triplet_margin_loss(s.net(x), s.net(z), s.net(neg)),
     dice_over_batch=lambda s, seq, gaps: (
         1 - (2 * ((p := s.net(seq)[..., 0].sigmoid()) * gaps).sum() + 1) / (p.sum() + gaps.sum() + 1)
     ),
@@ -450,11 +491,15 @@ programs("equal")(
         1 - ((p := s.net(seq)[..., 0].sigmoid()) * gaps).sum()
         / ((p * gaps).sum() + 0.3 * (p * (1 - gaps)).sum() + 0.7 * ((1 - p) * gaps).sum() + 1)
     ),
+    sharpe=lambda s, x, z: -(r := (s.net(x) * z[:, :3]).sum(1)).mean() / (r.std() + 0.1),
     two_masks=lambda s, seq, mask, gaps: (entropy(s, seq) * mask).sum() / mask.sum()
     + (entropy(s, seq.flip(1)) * gaps).sum() / gaps.sum().clamp(min=1),
     mean_over_time_then_batch=lambda s, seq, mask: ((entropy(s, seq) * mask).sum(1) / mask.sum(1)).mean(),
     nan_to_num=lambda s, x, y, pos: ce(s, x, y)
     * (1 + torch.nan_to_num((each(s, x, y).detach() * pos).sum() / pos.sum())),
+    branch_on_positives=lambda s, x, y, pos: ce(s, x, y)
+    + ((each(s, x, y) * pos).sum() / pos.sum() if pos.sum() > 0 else 0),
+    curriculum_item=lambda s, x, y: (loss := ce(s, x, y)) * (0.5 if loss.item() > 1.1 else 2.0),
     class_frequency=lambda s, x, y: (each(s, x, y) / F.one_hot(y, 3).sum(0).clamp(min=1)[y]).sum(),
     group_means=lambda s, x, y: torch.stack(
         [(each(s, x, y) * (y == k)).sum() / (y == k).sum().clamp(min=1) for k in range(3)]
@@ -479,10 +524,15 @@ programs("either")(
 # -- statistics over samples
 
 programs("equal")(
+    vicreg_variance=lambda s, x, z: F.mse_loss(a := s.net(x), b := s.net(z))
+    + F.relu(1 - (a.var(0) + 1e-4).sqrt()).mean() + F.relu(1 - (b.var(0) + 1e-4).sqrt()).mean(),
+    donsker_varadhan=lambda s, x, z: (s.net(z)[:, 0].logsumexp(0) - math.log(len(z))) - s.net(x)[:, 0].mean(),
     detached_statistics=lambda s, x, y: F.cross_entropy(
         ((h := s.net(x)) - h.mean(0).detach()) / (h.std(0).detach() + 0.1), y
     ),
     standardized_input=lambda s, x, y: ce(s, (x - x.mean(0)) / x.std(0), y),
+    load_balance=lambda s, x, y: F.cross_entropy(out := s.net(x), y)
+    + 3 * ((p := out.softmax(1)).mean(0) * F.one_hot(p.argmax(1), 3).to(x.dtype).mean(0)).sum(),
 )  # fmt: skip
 programs("either")(
     batch_norm_by_hand=lambda s, x, y: F.cross_entropy(((h := s.net(x)) - h.mean(0)) / (h.std(0) + 0.1), y),
@@ -502,12 +552,16 @@ def barlow_twins(s, x, z):
 # -- what mixes samples
 
 programs("refused")(
+    simclr=lambda s, x, z: contrastive(torch.cat([a := s.net(x), b := s.net(z)]), torch.cat([b, a])),
     numpy_permutation=lambda s, x, y: ce(s, 0.7 * x + 0.3 * x[np.random.permutation(len(x))], y),  # noqa: NPY002
     cox=lambda s, x, w: -((r := s.net(x)[:, 0][w.argsort()]) - r.logcumsumexp(0)).mean(),
     fixed_groups=lambda s, x, y: F.cross_entropy(
         (h := s.net(x).view(2, 4, 3)).sub(h.mean(1, keepdim=True)).view(8, 3), y
     ),
     labels_by_position=lambda s, x: ce(s, x, torch.arange(len(x)) % 3),
+)
+programs("refused", net=lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3)))(
+    batch_norm=ce,
 )
 
 
@@ -594,6 +648,7 @@ programs("equal", net=lambda: nn.utils.parametrizations.weight_norm(nn.Linear(6,
 programs("either", net=lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(6, 3)))(spectral_norm=ce)
 programs("equal", adam=True)(adamw_masked=masked)
 programs("equal", settings={"accumulate_grad_batches": 3})(accumulation_gaps=masked)
+programs("equal", settings={"gradient_clip_val": 0.05})(clipping=ce)
 clip = {"on_before_optimizer_step": lambda s, _: nn.utils.clip_grad_norm_(s.parameters(), 0.1) and None}
 programs("equal", hooks=clip)(max_norm_hook=ce)
 programs(
@@ -691,6 +746,16 @@ def carried_state(s, x, y):  # truncated backpropagation through time
 ACCURACY = {"task": "multiclass", "num_classes": CLASSES}
 
 
+@programs("equal", make=attributes(accuracy=lambda: torchmetrics.Accuracy(**ACCURACY), mean=torchmetrics.MeanMetric))
+def metric_accuracy(s, x, y):
+    out = s.net(x)
+    loss = F.cross_entropy(out, y)
+    s.accuracy(out, y)
+    s.mean.update(loss.detach())
+    s.log_dict({"accuracy": s.accuracy, "mean": s.mean}, on_step=False, on_epoch=True)
+    return loss
+
+
 @programs("either", make=attributes(auroc=lambda: torchmetrics.AUROC(**ACCURACY), cat=torchmetrics.CatMetric))
 def metric_with_samples(s, x, y):
     out = s.net(x)
@@ -770,5 +835,5 @@ def routed_experts(s, x, y):
 
 
 # Their values or gradients cancel, so that float32 keeps fewer digits; float64 shows that they are equal.
-for cancels in ("advantage", "three_stacked"):
+for cancels in ("triplet_given", "advantage", "donsker_varadhan", "three_stacked"):
     PROGRAMS[cancels] = replace(PROGRAMS[cancels], loose=50)
