@@ -27,6 +27,7 @@ KEYS = {
     "memguard/limit_gib",
     "memguard/usable_gib",
     "memguard/rescued_steps",
+    "memguard/step_seconds",
     *(f"memguard/parts/{part}_gib" for part in PARTS),
 }
 

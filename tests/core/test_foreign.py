@@ -110,7 +110,7 @@ def test_no_run_has_a_gap() -> None:
 
 
 # Of Python itself, and of named tuples; and what is read only if it is there.
-NOT_FOREIGN = {"_replace", "_fields", "_exit", "_getframe"}
+NOT_FOREIGN = {"_replace", "_asdict", "_fields", "_exit", "_getframe"}
 IF_THERE = {
     *("_compute_coordinate_on_dim", "_post_backward_hook_state", "_torchdynamo_orig_callable"),
     *("_CudaDeviceProperties", "_experiment"),

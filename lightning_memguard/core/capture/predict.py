@@ -254,7 +254,8 @@ class Prediction:
                 most = _with_later(most, self.footprint_of(self.unfrozen.trace_at(batch_size)))
             batch = " x ".join(map(str, next(iter(self.expected_batch(batch_size)[0]), ()))) if self.kinds else ""
             if self.compiles:
-                most = replace(most, timing=self._timing(self.growth.at(batch_size).work if self.growth else ()))
+                work = self.growth.at(batch_size).work if self.growth else ()
+                most = replace(most, timing=self._timing(work) if work else None)
             most = replace(most, batch=batch, notes=tuple(dict.fromkeys((*self.notes, *most.notes))))
             known[batch_size] = self.learned.corrected(most) if self.learned else most
         return known[batch_size]

@@ -69,7 +69,7 @@ def cheapest(costs: Sequence[BlockCost], nbytes: int) -> tuple[BlockCost, ...]:
     best: dict[int, tuple[int, tuple[BlockCost, ...]]] = {0: (0, ())}
     for cost in costs:
         for saved, (flops, chosen) in [*best.items()]:
-            more = min(_GRAIN, saved + cost.nbytes * _GRAIN // max(1, nbytes))
+            more = min(_GRAIN, saved + math.ceil(cost.nbytes * _GRAIN / max(1, nbytes)))
             if flops + cost.flops < best.get(more, (math.inf,))[0]:
                 best[more] = flops + cost.flops, (*chosen, cost)
     return best.get(_GRAIN, (0, ()))[1]
