@@ -44,7 +44,7 @@ def scratch_bytes(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, An
     return _known[key]
 
 
-def _described(value: Any) -> Any:
+def _described(value: object) -> object:
     return (value.shape, value.stride(), value.dtype) if isinstance(value, Tensor) else value
 
 
@@ -80,7 +80,7 @@ def _run(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> in
     return max(0, *accumulate(blocks)) - sum(blocks)
 
 
-def _zeros(value: Any) -> Any:
+def _zeros(value: object) -> object:
     if not isinstance(value, Tensor):
         return value
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype).zero_()
