@@ -312,7 +312,11 @@ def _chunk_cat(call: CpuCall) -> Scratch:
     return after(*blocks, *([*copies, each] for each in cast if each))
 
 
-RULES.of("im2col")(lambda call: Scratch(after=(nbytes(call["self"]),)))
+@RULES.of("im2col", "col2im")
+def _unfold(call: CpuCall) -> Scratch:
+    """The result begins as large as the input, and keeps that memory if it needs less (Im2Col.cpp, Col2Im.cpp)."""
+    begun, needed, copy = nbytes(call["self"]), nbytes(call.result), copy_bytes(call["self"])
+    return Scratch(after=(copy + (begun if needed > begun else 0),), kept=max(0, begun - needed))
 
 
 @RULES.of("upsample_nearest2d", "upsample_bilinear2d")

@@ -303,7 +303,17 @@ OTHERS: dict[str, Callable[[], tuple[Any, ...]]] = {
     },
     "a transposed matrix, copied": lambda: (aten.copy_.default, torch.rand(90, 80), torch.rand(80, 90).t()),
     "sums so far of flags": lambda: (aten.cumsum.default, torch.rand(X) > 0.5, 1),
-    "unfolded images": lambda: (aten.im2col.default, torch.rand(2, 3, 8, 8), [3, 3], [1, 1], [0, 0], [1, 1]),
+    **{
+        f"unfolded images, {name}": lambda last=last: (  # type: ignore[misc]
+            aten.im2col.default,
+            *(tensor(2, 3, 8, 8, last=last), [3, 3], [1, 1], [0, 0], [1, 1]),
+        )
+        for name, last in (("contiguous", False), ("channels last", True))
+    },
+    "folded columns": lambda: (
+        aten.col2im.default,
+        *(torch.rand(2, 9, 360).transpose(1, 2), [12, 12], [6, 6], [1, 1], [0, 0], [3, 3]),
+    ),
 }
 
 
