@@ -319,7 +319,7 @@ class Prediction:
         return replace(found, timing=self._timing(trace.work)) if trace.work else found
 
     def _timing(self, work: tuple[Work, ...]) -> Timing:
-        """What the time of a step is predicted from; ``work`` is that of a batch as written."""
+        """Return how the step is timed; ``work`` is that of a batch as written."""
         speed = partial(speed_here, self.program.gpu)
         return Timing(work, speed, self.program.batches_per_step or 1, compiled=self.compiles)
 

@@ -328,7 +328,7 @@ class Recorder(Storages, TorchDispatchMode):
             noted.append(Work(COMMUNICATION, 0, nbytes, updates=True))
 
     def _work_of_step(self) -> tuple[Work, ...]:
-        """What a batch and an optimizer step compute, of the last noted: the first ones also make states."""
+        """Return the work of a batch and an optimizer step, the last noted: the first ones also make states."""
         by_kind = {updates: work for (_, updates), work in sorted(self._work.items())}
         return tuple(itertools.chain.from_iterable(by_kind.values()))
 

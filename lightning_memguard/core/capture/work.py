@@ -146,7 +146,7 @@ _LEAST_CHANNELS = 8  # of each group: a tensor core multiplies blocks of 8 or 16
 
 
 def work_of(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: object, *, tf32: bool) -> Work | None:
-    """What one call computes and moves; None if that is nothing, as for a view.
+    """Return the work of one call; None if there is none, as for a view.
 
     Args:
         func: the operator.

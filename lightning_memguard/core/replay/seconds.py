@@ -1,4 +1,4 @@
-"""What a step computes and moves + how fast a device is -> the seconds that it takes.
+"""The work of a step + the speed of a device -> the seconds that it takes.
 
 A roofline, operator by operator: each takes as long as its products at the device's peak, or as its bytes at the
 device's bandwidth, whichever is longer, and never less than a launch.
@@ -58,7 +58,7 @@ class Speed:
 
 @dataclass(frozen=True)
 class Timing:
-    """What the time of a step is predicted from.
+    """The work of a step, and the device that does it.
 
     Attributes:
         work: what a batch and an optimizer step compute.

@@ -1,4 +1,4 @@
-"""What an operator takes inside on the CPU, if no rule says it: it is run once, on zeros, in a process of its own.
+"""Scratch of CPU operators without a rule: the operator is run once, on zeros, in a process of its own.
 
 For operators of C++ libraries, and for torch's own that factorize matrices. Whatever one does (crash, hang, fail) ends
 with that process, which is a child of a child: never is one run in the training's own.

@@ -93,7 +93,7 @@ class UnknownFloat(float):
 
 
 def _valid_answer() -> bool | None:
-    """What a condition on values is where a step goes on: what it validates is valid, else the training raises, too."""
+    """Return the answer to a condition on values with which a step goes on: else the training would raise, too."""
     frame = sys._getframe(2)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("lightning_memguard."):
         frame = frame.f_back

@@ -1,4 +1,4 @@
-"""What the operators of a step compute and move: the record that its time is predicted from."""
+"""Operators of a step as the work they do, FLOPs and bytes: the record that its time is predicted from."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SPECIAL, RANDOM = "special functions", "random numbers"
 
 
 class Work(NamedTuple):
-    """What calls of one operator compute and move.
+    """Equal calls of one operator: what each computes and moves.
 
     Attributes:
         kind: the number format that a product computes in, such as ``"float16"`` or ``"tf32 convolution"``; what else

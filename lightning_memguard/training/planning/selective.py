@@ -43,7 +43,7 @@ def table_for(program: Program, batch_size: int) -> LayerTable:
 
 
 def costs_of(table: LayerTable, paths: Sequence[str]) -> list[BlockCost]:
-    """What each block keeps and computes; a checkpoint keeps its input, taken to be as large as its output."""
+    """Return the bytes and FLOPs of each block; a checkpoint keeps its input, taken to be as large as its output."""
     found = []
     for path in paths:
         rows = [each for each in table.layers if each.name == path or each.name.startswith(f"{path}.")]
