@@ -7,7 +7,7 @@ Published: tables of timm's repository (its folder `results`), models in the ord
 captured at two small sizes on the simulated GPU, and its work grown to the published size. With `--fit`, the shares of
 the peaks (`_SHARES` of `core/device/speed.py`) are those that fit the models of even hash best; those of odd hash show
 what that is worth. Models with grouped convolutions are left out of both, and counted apart: channels last, with torch
-1.12, cuDNN ran these up to 30 times slower than with torch 2.4. `--json` continues where it stopped. Needs timm, no
+1.12, cuDNN ran these many times slower than with torch 2.4. `--json` continues where it stopped. Needs timm, no
 GPU.
 
 Here: 12 models at five batch sizes, with their blocks checkpointed and without. "chosen" is the way whose predicted
