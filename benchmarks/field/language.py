@@ -140,12 +140,10 @@ def dora_llama_checkpointed() -> Run:
     return Run(build, causal_data())
 
 
-@pattern("sentence-transformers", sizes=(8, 32))
-def sentence_pairs() -> Run:
-    """Multiple negatives ranking over pooled BERT embeddings."""
+def sentence_encoder() -> nn.Module:
+    """Pooled BERT embeddings."""
     import transformers
     from sentence_transformers import SentenceTransformer
-    from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
     from sentence_transformers.sentence_transformer.modules import Pooling
 
     class Bert(nn.Module):
@@ -157,9 +155,16 @@ def sentence_pairs() -> Run:
             out = self.bert(features["input_ids"], features["attention_mask"]).last_hidden_state
             return {**features, "token_embeddings": out}
 
+    return SentenceTransformer(modules=[Bert(), Pooling(64)], device="cpu")
+
+
+@pattern("sentence-transformers", sizes=(8, 32))
+def sentence_pairs() -> Run:
+    """Multiple negatives ranking over pooled BERT embeddings."""
+    from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
+
     def build() -> Step:
-        network = SentenceTransformer(modules=[Bert(), Pooling(64)], device="cpu")
-        return Step(MultipleNegativesRankingLoss(network), lambda n, b: n(b, None), adamw)
+        return Step(MultipleNegativesRankingLoss(sentence_encoder()), lambda n, b: n(b, None), adamw)
 
     def collate(items: list[Any]) -> Any:
         return [

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from field.language import IMAGE, LAYERS, SMALL, labeled, loss_of, utterances
+from field.language import IMAGE, LAYERS, SMALL, labeled, loss_of, sentence_encoder, utterances
 from field.pattern import (
     Net,
     Run,
@@ -179,21 +179,9 @@ add("wav2vec2_pretraining", "transformers", (2, 8), wav2vec2_pretraining)
 
 def embeddings(criterion: Callable[[Any], nn.Module], texts: int, labels: Callable[[int], Any] | None = None) -> Run:
     """Pooled BERT embeddings of one or more texts a sample, and a loss of the library."""
-    import transformers
-
-    class Bert(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.bert = transformers.BertModel(transformers.BertConfig(**SMALL))
-
-        def forward(self, features: dict[str, Tensor]) -> dict[str, Tensor]:
-            out = self.bert(features["input_ids"], features["attention_mask"]).last_hidden_state
-            return {**features, "token_embeddings": out}
 
     def build() -> Step:
-        pooling = of("sentence_transformers.sentence_transformer.modules:Pooling")(64)
-        network = of("sentence_transformers:SentenceTransformer")(modules=[Bert(), pooling], device="cpu")
-        return Step(criterion(network), lambda n, b: n(*b), adamw)
+        return Step(criterion(sentence_encoder()), lambda n, b: n(*b), adamw)
 
     def collate(items: list[Any]) -> Any:
         sides = [torch.stack(side) for side in zip(*(words for words, _ in items), strict=True)]

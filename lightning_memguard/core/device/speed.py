@@ -28,16 +28,10 @@ _CPU_SPREAD = 0.85, 2.2
 _KINDS = ("float32", "tf32", "float16", "bfloat16", "float64")
 
 
-def speed_of(gpu: Gpu | None) -> Speed | None:
-    """How fast a GPU is, or for None this machine's CPU with the threads that torch uses now.
-
-    Returns:
-        None if the catalogue does not say it.
-    """
-    if gpu is None:
-        return cpu_speed(torch.get_num_threads())
+def speed_of(gpu: Gpu) -> Speed | None:
+    """How fast a GPU is, by its name if it was read from the device; None if the catalogue does not say it."""
     if not gpu.bandwidth:
-        with suppress(MemGuardError):  # it was read from the device
+        with suppress(MemGuardError):
             gpu = find(gpu.name)
     return gpu_speed(gpu)
 
