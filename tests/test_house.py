@@ -1,0 +1,31 @@
+"""What keeps the package one that a person can hold: limits on files, classes, functions and parameters typed `Any`."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "lightning_memguard"
+TREES = {path.relative_to(PACKAGE): ast.parse(path.read_text(encoding="utf-8")) for path in PACKAGE.rglob("*.py")}
+
+
+def nodes(kind: type[ast.AST]) -> Iterator[tuple[Path, ast.AST]]:
+    return ((path, node) for path, tree in TREES.items() for node in ast.walk(tree) if isinstance(node, kind))
+
+
+@pytest.mark.parametrize(("kind", "most"), [(ast.ClassDef, 500), (ast.FunctionDef, 80)], ids=["class", "function"])
+def test_a_definition_has_a_length_that_can_be_read(kind, most):
+    long = [f"{path}: {node.name}" for path, node in nodes(kind) if node.end_lineno - node.lineno >= most]
+    assert not long, f"more than {most} lines"
+
+
+def test_a_file_has_at_most_950_lines():
+    assert not [path for path, tree in TREES.items() if tree.body and tree.body[-1].end_lineno > 950]
+
+
+def test_fewer_than_3_in_100_parameters_are_typed_any():
+    annotations = [
+        ast.unparse(argument.annotation) for _, argument in nodes(ast.arg) if argument.annotation is not None
+    ]
+    assert annotations.count("Any") < 0.03 * len(annotations)
