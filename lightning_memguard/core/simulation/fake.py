@@ -207,7 +207,10 @@ def real_copy(module: nn.Module, instead: Mapping[int, object] | None = None) ->
 
 
 class _RealCopy(TorchFunctionMode):
-    """Mode in which ``copy.deepcopy`` also lets a Parameter share its storage with tensors made of its ``data``."""
+    """Mode in which ``copy.deepcopy`` also lets a Parameter share its storage with tensors made of its ``data``.
+
+    A tensor that was computed, such as a weight of ``weight_norm``, is copied without its graph.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -221,15 +224,15 @@ class _RealCopy(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         tensor, key = args[0], (storage_address(args[0]), args[0].dtype)
         out: Any
-        if key in self.copies and tensor.is_leaf:
+        if key in self.copies:
             out = self.copies[key].as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
-            out.requires_grad_(tensor.requires_grad)
         else:
-            out = func(*args, **(kwargs or {}))
+            source = tensor if tensor.is_leaf or not is_deep else tensor.detach()
+            out = func(source, *args[1:], **(kwargs or {}))
             if out.untyped_storage().nbytes() == tensor.untyped_storage().nbytes() and out.stride() == tensor.stride():
                 self.copies[key] = out.detach()
         if is_deep:
-            args[1][id(tensor)] = out
+            args[1][id(tensor)] = out.requires_grad_(tensor.requires_grad)
         return out
 
 
