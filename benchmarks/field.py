@@ -165,16 +165,17 @@ def train(run: Any, batch_size: int, steps: int) -> dict[str, Any]:
     """
     from torch.profiler import ProfilerActivity, profile
 
-    from shared.truth import PhaseMarkers, count_disagreements, live_bytes, memory_events
+    from shared.truth import PhaseMarkers, count_disagreements, counting_arrays, live_bytes, memory_events
 
     data = run.data(batch_size, steps)
     profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
     profiler.start()
-    module = run.build()
-    started = time.perf_counter()
-    options = trainer_options(steps, run)
-    fit(module, data, options, PhaseMarkers())
-    elapsed = time.perf_counter() - started
+    with counting_arrays():
+        module = run.build()
+        started = time.perf_counter()
+        options = trainer_options(steps, run)
+        fit(module, data, options, PhaseMarkers())
+        elapsed = time.perf_counter() - started
     profiler.stop()
     events = memory_events(profiler)
     pairs = zip(live_bytes(events), events, strict=True)

@@ -7,20 +7,27 @@ Nothing here imports lightning_memguard: its predictions are compared with this.
 
 It counts every byte of every tensor from the building of the module to the end of the fit, batches included, and the
 scratch that kernels (oneDNN's too) take through PyTorch's allocator; not the dataset's own storage (a free of an older
-block is ignored) and what libraries allocate elsewhere. After every event the replay must have changed as the
+block is ignored) and what libraries allocate elsewhere. Inside `counting_arrays` it also counts arrays that become
+tensors without a copy (`torch.from_numpy`), which are memory of the process all the same: NumPy allocates it, and the
+profiler sees a marker of ours in its place. After every event the replay must have changed as the
 allocator's own counter did (`miscounted` is 0), and a repetition gives the same byte.
 """
 
 import gc
 import logging
 import time
+import tracemalloc
 import warnings
+import weakref
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
+from unittest import mock
 
+import numpy as np
 import pytorch_lightning as pl
 import torch
 from torch._C._profiler import _EventType
@@ -30,6 +37,7 @@ from torch.utils.data import DataLoader
 from shared.zoo import Case
 
 MARKER = "truth::"
+ARRAY = "truth array::"
 # Operators that only allocate: the operator that called them is more informative.
 MEMORY_ONLY = (
     *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "zeros", "zeros_like"),
@@ -144,6 +152,40 @@ def quieten() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
+@contextmanager
+def counting_arrays() -> Iterator[None]:
+    """Mark in the profile when an array made from now on becomes a tensor without a copy, and when the array goes."""
+
+    def marking(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def made(*args: Any, **kwargs: Any) -> torch.Tensor:
+            tensor, array = make(*args, **kwargs), next(iter(args), None)
+            if isinstance(array, np.ndarray) and tensor.data_ptr() == array.ctypes.data:
+                while isinstance(array.base, np.ndarray):
+                    array = array.base
+                name = f"{ARRAY}{id(array)} {array.nbytes}"
+                if name not in alive and tracemalloc.get_object_traceback(array) is not None:
+                    alive.add(name)
+                    with record_function(name):
+                        pass
+                    weakref.finalize(array, forget, name)
+            return tensor
+
+        return made
+
+    def forget(name: str) -> None:
+        alive.discard(name)
+        with record_function(f"{name} freed"):
+            pass
+
+    alive: set[str] = set()
+    tracemalloc.start(1)
+    with ExitStack() as patches:
+        for name in ("from_numpy", "as_tensor"):
+            patches.enter_context(mock.patch.object(torch, name, marking(getattr(torch, name))))
+        yield
+    tracemalloc.stop()
+
+
 # Read the profile ----------------------------------------------------------------------------------------------------
 
 
@@ -159,6 +201,10 @@ def memory_events(profiler: profile) -> list[MemoryEvent]:
             block = node.extra_fields
             at = operator_of(ancestors), phase_of(ancestors, phase)
             events.append(MemoryEvent(block.ptr, block.alloc_size, block.total_allocated, *at))
+        elif node.name.startswith(ARRAY):
+            number, nbytes, *freed = node.name.removeprefix(ARRAY).split()
+            at = operator_of(ancestors), phase_of(ancestors, phase)
+            events.append(MemoryEvent(-int(number), -int(nbytes) if freed else int(nbytes), 0, *at))
         elif node.name.startswith(MARKER):
             phase = node.name.removeprefix(MARKER)
     return events
@@ -221,6 +267,7 @@ def held_after(events: Sequence[MemoryEvent]) -> tuple[Held, ...]:
 
 def count_disagreements(events: Sequence[MemoryEvent]) -> int:
     """How often the replay and the allocator's own counter changed by different amounts."""
+    events = [event for event in events if event.address >= 0]  # the allocator knows nothing of arrays
     counted = [(total, event.counter_bytes) for event, (total, _) in zip(events, live_bytes(events), strict=True)]
     changes = [(b[0] - a[0], b[1] - a[1]) for a, b in pairwise(counted)]
     return sum(ours not in (0, theirs) for ours, theirs in changes)

@@ -24,6 +24,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+from lightning_memguard.core.batch.nesting import is_dense
+
 _MOST_OBJECTS = 50_000
 _SAMPLED = 256  # entries of a long container that are looked at
 # Trainers, loops, loggers and optimizers lead everywhere.
@@ -158,6 +160,38 @@ def roots_of(module: nn.Module, others: Iterable[object] = ()) -> dict[str, obje
         roots[name if name not in roots else f"{name} {len(roots)}"] = each
     files = {cls.__module__ for root in roots.values() for cls in users_classes(type(root))}
     return roots | {name: sys.modules[name] for name in files if name in sys.modules}
+
+
+def unregistered_tensors(module: nn.Module) -> Iterator[Tensor]:
+    """Yield the tensors that a module holds besides parameters and buffers: unlike these, they do not go to a GPU.
+
+    They are in lists, objects and modules that it did not register, as a frozen teacher in ``self.teacher = [net]``, or
+    attributes of parameters. Data that it holds is left out.
+    """
+    owners = (*module.modules(), *module.parameters())
+    queue: deque[Any] = deque({k: v for k, v in vars(each).items() if k not in _REGISTERED} for each in owners)
+    seen: dict[int, object] = {id(each): each for each in owners}  # kept alive, as in `holdings`
+    while queue and len(seen) < len(owners) + _MOST_OBJECTS:
+        thing = queue.popleft()
+        if isinstance(thing, (*_PLAIN, str)) or id(thing) in seen:
+            continue
+        seen[id(thing)] = thing
+        if isinstance(thing, Tensor):
+            if is_dense(thing):
+                yield thing
+        elif isinstance(thing, (list, tuple, set, frozenset, deque)):
+            queue.extend(thing)
+        elif isinstance(thing, dict):
+            queue.extend(thing.values())
+        elif isinstance(thing, nn.Module) or (_is_walked(thing) and not _is_data(thing)):
+            queue.append(getattr(thing, "__dict__", {}))
+
+
+_REGISTERED = ("_parameters", "_buffers", "_modules")
+
+
+def _is_data(thing: object) -> bool:
+    return isinstance(thing, (Dataset, DataLoader)) or hasattr(thing, "train_dataloader")
 
 
 # -- the line that puts it there

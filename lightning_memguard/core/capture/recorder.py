@@ -23,8 +23,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_memguard.core.batch.nesting import is_dense
 from lightning_memguard.core.capture.counters import Counters, Due
+from lightning_memguard.core.capture.holders import unregistered_tensors
 from lightning_memguard.core.capture.kernel_scratch import KernelScratch
 from lightning_memguard.core.capture.naming import written_path
 from lightning_memguard.core.capture.storages import Storages, plain_tensors
@@ -448,7 +448,7 @@ def watching(recorder: Recorder, module: nn.Module) -> Iterator[None]:
         recorder.label(module.buffers(), "buffers")
         on_cpu = recorder.device_type == "cpu"
         if on_cpu:
-            recorder.label(_unregistered(module), "buffers")
+            recorder.label(unregistered_tensors(module), "buffers")
         # Under a dispatch mode the engine adds gradients out of place, without one in place: the walk does the latter.
         walked = fake_cuda.simulated_gpu() is not None or (on_cpu and fake_cuda.can_simulate_cuda())
         exits.enter_context(streams.watched(recorder.waiting))
@@ -467,12 +467,6 @@ def watching(recorder: Recorder, module: nn.Module) -> Iterator[None]:
             exits.enter_context(fast_paths.taken())
         exits.enter_context(recorder)
         yield
-
-
-def _unregistered(module: nn.Module) -> Iterator[Tensor]:
-    """Tensors that modules keep as they are: unlike buffers, they are not moved to a GPU."""
-    for each in module.modules():
-        yield from (value for value in vars(each).values() if isinstance(value, Tensor) and is_dense(value))
 
 
 def _watched(recorder: Recorder, make: Callable[[], Tensor]) -> Callable[[], Tensor]:

@@ -193,8 +193,11 @@ def _slow_backward(conv: _Conv, call: CpuCall, copies: int) -> Scratch:
     grad, mask = call["grad_output"], call["output_mask"]
     unfolded, narrowed = conv.slow(grad, backward=True)
     if conv.groups == 1:
+        # `fgrad_input` of `slow_conv3d` is never a view.
+        columns = nbytes(conv.x) if mask[0] and not unfolded and conv.x.dim() == 5 else 0
         bias = grad.shape[1] * grad.element_size() if mask[2] and any(d > 1 for d in conv.dilation) else 0
-        return Scratch(after=moments([[copies, unfolded, 0 if conv.transposed else bias]]))
+        after = moments([[copies, unfolded, 0 if conv.transposed else bias]])
+        return Scratch(between={0: moments([[copies, columns]])} if columns else {}, after=after)
     parts = sum(map(nbytes, call.results))
     narrowed += nbytes(grad) // conv.groups if narrowed else 0
     return Scratch(before=moments([[copies, parts, narrowed, unfolded]]), after=moments([[copies, parts]]))

@@ -31,6 +31,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_memguard.core.batch.known_values import KnownValues
+from lightning_memguard.core.batch.nesting import is_dense
 from lightning_memguard.core.foreign import added, find, patched
 from lightning_memguard.core.foreign import aten as _aten
 from lightning_memguard.core.simulation.constants import KnownFakeMode, known_value
@@ -119,7 +120,7 @@ _MOST_READ = 64  # elements of a trained parameter whose values the step may rea
 class _FakeCopy(TorchFunctionMode):
     """Mode in which ``copy.deepcopy`` makes fake copies of tensors.
 
-    Tensors with a storage in ``moving`` are copied to ``device``; if several share a storage, so do their copies.
+    Tensors with a storage in ``moving`` are copied to ``device``. Tensors that share a storage have copies that do.
     Values of those in ``trained`` are not kept.
     """
 
@@ -128,7 +129,7 @@ class _FakeCopy(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.mode, self.device, self.moving, self.trained = mode, device, moving, trained
-        self.bases: dict[int, Tensor] = {}
+        self.bases: dict[tuple[int, torch.dtype], Tensor] = {}
 
     def __torch_function__(
         self, func: Function, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -152,17 +153,14 @@ class _FakeCopy(TorchFunctionMode):
     def _without_memory(self, tensor: Tensor) -> Tensor:
         address = storage_address(tensor)
         device = self.device if address in self.moving or tensor.is_meta else tensor.device
-        shared = self.moving[address] > 1
-        if not shared and (tensor.layout is not torch.strided or tensor.is_quantized):
+        if tensor.layout is not torch.strided or tensor.is_quantized or address == -1:
             return self.mode.from_tensor(tensor, static_shapes=True)
+        key = address, tensor.dtype
         with self.mode, torch.no_grad():
-            if not shared:
-                return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
-            base = self.bases.get(address)
-            if base is None or base.dtype != tensor.dtype:
+            if key not in self.bases:
                 length = tensor.untyped_storage().nbytes() // tensor.element_size()
-                base = self.bases[address] = torch.empty(length, dtype=tensor.dtype, device=device)
-            return base.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+                self.bases[key] = torch.empty(length, dtype=tensor.dtype, device=device)
+            return self.bases[key].as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 def fake_copy(
@@ -185,7 +183,7 @@ def fake_copy(
     trained = {storage_address(p) for p in module.parameters() if p.requires_grad and p.numel() > _MOST_READ}
     # With the mode on, a real Parameter's `.data` would already be fake, with another storage.
     with unset_fake_temporarily(), _FakeCopy(mode, device, moving, trained):
-        module_copy = real_copy(module, instead)
+        module_copy = _deep_copy(module, instead)
         for mine, theirs in zip(module.parameters(), module_copy.parameters(), strict=True):
             _copy_attributes(mine, theirs)
     return module_copy
@@ -204,6 +202,41 @@ def _copy_attributes(parameter: Tensor, parameter_copy: Tensor) -> None:
 
 def real_copy(module: nn.Module, instead: Mapping[int, object] | None = None) -> nn.Module:
     """Deep-copy a module, but share its datasets and what cannot be copied (locks, files, generators)."""
+    with _RealCopy():
+        return _deep_copy(module, instead)
+
+
+class _RealCopy(TorchFunctionMode):
+    """Mode in which ``copy.deepcopy`` also lets a Parameter share its storage with tensors made of its ``data``.
+
+    A tensor that was computed, such as a weight of ``weight_norm``, is copied without its graph.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copies: dict[tuple[int, torch.dtype], Tensor] = {}
+
+    def __torch_function__(
+        self, func: Function, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> object:
+        is_deep = func is torch.Tensor.__deepcopy__
+        if not (is_deep or func is torch._C.TensorBase.clone) or type(args[0]) is not Tensor or not is_dense(args[0]):
+            return func(*args, **(kwargs or {}))
+        tensor, key = args[0], (storage_address(args[0]), args[0].dtype)
+        out: Any
+        if key in self.copies:
+            out = self.copies[key].as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+        else:
+            source = tensor if tensor.is_leaf or not is_deep else tensor.detach()
+            out = func(source, *args[1:], **(kwargs or {}))
+            if out.untyped_storage().nbytes() == tensor.untyped_storage().nbytes() and out.stride() == tensor.stride():
+                self.copies[key] = out.detach()
+        if is_deep:
+            args[1][id(tensor)] = out.requires_grad_(tensor.requires_grad)
+        return out
+
+
+def _deep_copy(module: nn.Module, instead: Mapping[int, object] | None) -> nn.Module:
     shared = (*_data_attributes(module), *_compilers(module))
     memo = {**{id(value): value for value in shared}, **(instead or {})}
     try:

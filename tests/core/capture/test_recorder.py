@@ -17,6 +17,7 @@ from torch._C._profiler import _EventType
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import TensorDataset
 
 from lightning_memguard.core.batch.batches import batches_from_one
 from lightning_memguard.core.capture.predict import capture
@@ -32,7 +33,7 @@ from lightning_memguard.core.capture.recorder import (
 from lightning_memguard.core.replay.replay import replay
 from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.core.simulation import sdpa
-from lightning_memguard.core.simulation.fake import fake_copy
+from lightning_memguard.core.simulation.fake import fake_copy, real_copy
 from lightning_memguard.core.trace.scratch import CudaTarget
 from lightning_memguard.core.trace.trace import Trace
 from lightning_memguard.errors import CannotTraceError
@@ -51,6 +52,13 @@ class TwoLayers(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(self.relu(self.hidden(x)))
+
+
+class Schedule:
+    """An object with a tensor, like a noise scheduler of diffusers."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.alphas, self.model = torch.zeros(3), model
 
 
 @contextmanager
@@ -73,7 +81,7 @@ def traced(
 ) -> Trace:
     """A few steps of a copy of the module: zero_grad, forward, backward, optimizer."""
     with tensors(fake=fake) as mode:
-        module_copy = fake_copy(module, mode, CPU) if mode else copy.deepcopy(module)
+        module_copy = fake_copy(module, mode, CPU) if mode else real_copy(module)
         optimizers = [make_optimizer(module_copy.parameters())] if make_optimizer else []
         recorder = Recorder("cpu")
         with watching(recorder, module_copy):
@@ -201,6 +209,18 @@ def test_buffers_are_separated_from_parameters():
 
 
 # The phases of a step
+
+
+@pytest.mark.parametrize("fake", [True, False])
+def test_weights_of_modules_that_are_not_registered_count_once(fake):
+    """A frozen teacher in a list counts, as do networks in the ``__dict__`` of torchrl's losses; data does not."""
+    student = TwoLayers()
+    student.teacher = [TwoLayers()]
+    vars(student)["critic"] = nn.Linear(5, 1, bias=False)
+    student.schedule = Schedule(student)
+    student.shown = {"weights": student.head.weight.data, "data": TensorDataset(torch.zeros(9))}
+    trace = traced(student, empty_batch, fake=fake)
+    assert [e.nbytes for e in trace if e.part == "buffers" and e.action == "alloc"] == [12, 20, 128, 64]
 
 
 def test_an_operator_knows_the_module_it_ran_for_forward_and_backward():

@@ -101,6 +101,7 @@ UNFOLDED: dict[str, Case] = {
         {"stride": 2, "transposed": True},
     ),
     "float64, volumes": lambda: (tensor(2, 4, 5, 5, 5, dtype=F64), tensor(6, 4, 2, 2, 2, dtype=F64), {}),
+    "float64, volumes, each voxel": lambda: (tensor(2, 4, 5, 5, 5, dtype=F64), tensor(6, 4, 1, 1, 1, dtype=F64), {}),
 }
 
 

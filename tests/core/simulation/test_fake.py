@@ -206,6 +206,32 @@ def test_a_class_whose_new_has_arguments_is_copied(make_copy):
     assert storage(module_copy["model"].encoder.weight) != storage(module["model"].encoder.weight)
 
 
+@pytest.mark.parametrize("make_copy", [copy_of, real_copy])
+def test_tensors_that_share_a_storage_have_copies_that_do(make_copy):
+    """A TensorDictParams in torchrl holds the parameters of a module that has them as well; each is copied apart."""
+    module = nn.Linear(4, 2)
+    module.views = [module.weight.data, module.weight.detach()[1:]]
+    module.flat = torch.arange(8.0)
+    module.part = module.flat[2:5]
+    module_copy = make_copy(module)
+    assert {storage(view) for view in module_copy.views} == {storage(module_copy.weight)}
+    assert module_copy.views[1].storage_offset() == 4
+    assert storage(module_copy.part) == storage(module_copy.flat) != storage(module.flat)
+    assert module_copy.part.untyped_storage().nbytes() == 32
+    assert [each.requires_grad for each in (module_copy.weight, *module_copy.views)] == [True, False, False]
+
+
+@pytest.mark.parametrize("make_copy", [copy_of, real_copy])
+def test_a_tensor_that_was_computed_is_copied_without_its_graph(make_copy):
+    """The weight of ``weight_norm``, which each forward pass replaces: the one of the copy has to be free then."""
+    module = nn.Linear(4, 2)
+    module.scaled = 2 * module.weight
+    module_copy = make_copy(module)
+    assert storage(module_copy.scaled) not in (storage(module.scaled), storage(module_copy.weight))
+    assert module_copy.scaled.is_leaf
+    assert module_copy.scaled.requires_grad
+
+
 def test_an_object_can_be_replaced_on_the_way():
     """How a LightningModule's copy comes without its Trainer."""
     module = Tied()
