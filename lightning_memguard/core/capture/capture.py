@@ -31,7 +31,7 @@ from lightning_memguard.core.isolation.pool import Children, in_child, tell
 from lightning_memguard.core.kernels import onednn
 from lightning_memguard.core.simulation.fake import ValueNeededError, isolated_rng, run_on_one_thread, seed_all
 from lightning_memguard.core.simulation.fake_cuda import leave_driver_alone
-from lightning_memguard.core.trace.trace import Method, Shares, Trace
+from lightning_memguard.core.trace.trace import Answers, Method, Shares, Trace
 from lightning_memguard.errors import CannotTraceError, MemGuardError
 
 if TYPE_CHECKING:
@@ -54,11 +54,13 @@ class Variant:
         number: of the real batches, and of the random numbers that the step draws; those of 0 are the run's own.
         shares: how large the results are whose size depends on values.
         epoch: of which the real batch is the largest, in place of the one with that number.
+        answers: what the step reads of its tensors' values, if it runs compiled.
     """
 
     number: int = 0
     shares: Shares = ()
     epoch: Epoch | None = None
+    answers: Answers = ()
 
 
 FIRST = Variant()
@@ -352,6 +354,7 @@ def _recorded(
         compiled=method == "compiled",
         shares=variant.shares,
         due=due,
+        answers=variant.answers,
     )
     if method == "states":
         program.run_states(recorder)

@@ -41,7 +41,7 @@ from lightning_memguard.core.simulation.value_sizes import ASSUMED, LEAST
 from lightning_memguard.core.trace.growth import Growth, extrapolate, grow
 from lightning_memguard.core.trace.packed import PackedGrowth, PackedTraces
 from lightning_memguard.core.trace.signature import SIGNED_SIZE, signature_of
-from lightning_memguard.core.trace.trace import Method, Shapes, Trace
+from lightning_memguard.core.trace.trace import Answers, Method, Shapes, Trace
 from lightning_memguard.core.trace.work import Work
 from lightning_memguard.errors import CannotTraceError
 from lightning_memguard.units import format_bytes
@@ -83,6 +83,7 @@ class Prediction:
         held: bytes on the device throughout in addition to the step, by part: during validation, those of the training.
         seen: the batches that the step was captured with, by batch size: shapes and bytes.
         compiles: whether the step calls code for torch.compile; ``growth`` and ``traces`` have it uncompiled.
+        answers: what the step read as it ran as written, if it compiles something.
         compiled: traces of the compiled step, by batch size; `proven_at` adds to them. Between them footprints are
             estimates.
         variants: the captures at each size, if memory depends on values; the largest is in ``traces``.
@@ -108,6 +109,7 @@ class Prediction:
     held: tuple[tuple[str, int], ...] = ()
     seen: dict[int, tuple[Shapes, int] | None] = field(default_factory=dict, compare=False)
     compiles: bool = False
+    answers: Answers = ()
     compiled: Mapping[int, Trace] = field(default_factory=dict)
     variants: tuple[Variant, ...] = ()
     others: Mapping[int, tuple[Trace, ...]] = field(default_factory=dict)
@@ -357,7 +359,7 @@ class Prediction:
 
     def _with_compiled(self, batch_size: int) -> Prediction:
         try:
-            trace = capture(self.program, batch_size, "compiled")
+            trace = capture(self.program, batch_size, "compiled", Variant(answers=self.answers))
         except CaptureFailedError as error:
             eager = replace(self.uncompiled(), notes=(*self.notes, _reason("compiled", error)))
             return eager.proven_at(batch_size)
@@ -452,7 +454,9 @@ def predict(
             return found
         if program.device.type != "cpu":
             return replace(found, notes=(*found.notes, "torch.compile is followed on the CPU only"))
-        found = replace(found, compiles=found.method in ("fake", "worst-case"))
+        near = min(found.traces, key=lambda size: abs(size - batch_size))
+        compiles = found.method != "states" and not found.variants
+        found = replace(found, compiles=compiles, answers=found.traces[near].answers)
         return found if scalable else found.proven_at(batch_size)
 
 

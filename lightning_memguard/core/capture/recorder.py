@@ -44,6 +44,7 @@ from lightning_memguard.core.simulation import (
     streams,
 )
 from lightning_memguard.core.simulation.backward import graph_task, in_place, masked, walking
+from lightning_memguard.core.simulation.compiled import NOTE, READS, Reads
 from lightning_memguard.core.simulation.constants import forget_written
 from lightning_memguard.core.simulation.fake import Function
 from lightning_memguard.core.simulation.value_sizes import ValueSizes, assumption
@@ -54,7 +55,7 @@ from lightning_memguard.core.trace.work import COMMUNICATION, Work
 from lightning_memguard.errors import CannotTraceError, MemGuardError
 
 if TYPE_CHECKING:
-    from lightning_memguard.core.trace.trace import Method, Shares
+    from lightning_memguard.core.trace.trace import Answers, Method, Shares
 
 _device_of = torch.ops.prim.device.default
 _COMPOSED = torch._C.DispatchKey.CompositeImplicitAutograd
@@ -76,6 +77,7 @@ class Recorder(Storages, TorchDispatchMode):
         compiled: whether what the step compiles runs compiled, see `lightning_memguard.core.simulation.compiled`.
         shares: how large such results were in another run, in place of the largest.
         due: where counters are moved to after the steps, which then run on.
+        answers: what the step read as it ran as written, if it runs compiled.
     """
 
     def __init__(
@@ -87,13 +89,14 @@ class Recorder(Storages, TorchDispatchMode):
         compiled: bool = False,
         shares: Shares = (),
         due: Due | None = None,
+        answers: Answers = (),
     ) -> None:
         Storages.__init__(self, device_type)
         TorchDispatchMode.__init__(self)
         self.worst_case, self.compiled = worst_case, compiled
         self.counters = Counters(due, active=not compiled)
         self.assumptions: dict[str, None] = {}
-        self._value_sizes = ValueSizes(shares)
+        self._value_sizes, self.reads = ValueSizes(shares), Reads(answers)
         self._scratch = KernelScratch(self, kernel_target)
         self.ran_backward = False
         self.kept: tuple[Kept, ...] = ()
@@ -209,6 +212,8 @@ class Recorder(Storages, TorchDispatchMode):
             if out is None:
                 out = self._fake_result(func, args, kwargs)
             if out is None:
+                out = self.reads.given(func, self.line)
+            if out is None:
                 out = func(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
             if not self.worst_case:
@@ -218,6 +223,7 @@ class Recorder(Storages, TorchDispatchMode):
                 self.assumptions[assumption(func)] = None
         else:
             self._value_sizes.note(func, self.line, args, out)
+            self.reads.note(func, self.line, out)
         return out
 
     @contextmanager
@@ -305,7 +311,8 @@ class Recorder(Storages, TorchDispatchMode):
         )
         assumed, shares = (*notes, *self.assumptions), self._value_sizes.noted
         read = batch_size, self.device_type, method, events, assumed, kernels, spans, self._batch, held_at, shares
-        return Trace(*read, kept=self.kept, work=self._work_of_step())
+        answers = self.reads.noted if NOTE in self.assumptions else ()
+        return Trace(*read, kept=self.kept, work=self._work_of_step(), answers=answers)
 
     def _note_work(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: object) -> None:
         noted = None if self.phase == "setup" else self._work_noted(updates=self.phase == "optimizer")
@@ -389,8 +396,10 @@ class _ModulePaths(TorchFunctionMode):
         elif func in _WITH_LINEAR and forward_ad._current_level < 0:  # without tangents; checked on torch 2.13
             with self.recorder.running_linear():
                 out = call_with_overrides(func, args, kwargs or {})
-        elif func is Tensor.item:
-            return self.recorder.counters.read_out(call_with_overrides(func, args, kwargs or {}))
+        elif func in READS:
+            read = functools.partial(call_with_overrides, func, args, kwargs or {})
+            out = self.recorder.reads.noting(func, self.recorder.line, read)
+            return self.recorder.counters.read_out(out) if func is Tensor.item else out
         else:
             out = call_with_overrides(func, args, kwargs or {})
         if type(out) is FakeTensor or type(out) is Tensor:

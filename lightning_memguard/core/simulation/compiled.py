@@ -15,17 +15,23 @@ import importlib
 import io
 import threading
 import types
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.autograd.function import BackwardCFunction
 
-from lightning_memguard.core.foreign import added, patched
+from lightning_memguard.core.foreign import added, find, patched
+from lightning_memguard.core.foreign import aten as _aten
 from lightning_memguard.core.isolation.pool import beat
 from lightning_memguard.core.simulation.backward import release_saved
+from lightning_memguard.core.trace.trace import Answers
+
+T = TypeVar("T")
 
 NOTE = "predicted without torch.compile: the compiled step may take more or less, so this is not a bound"
 
@@ -43,6 +49,51 @@ def noting(note: Callable[[str], object]) -> Iterator[None]:
 
     with patched(frames, _callback_from_stance=callback_of):
         yield
+
+
+READS = (Tensor.item, Tensor.__float__, Tensor.__bool__, find("torch._is_all_true"))
+_READS = frozenset({_aten._local_scalar_dense.default, _aten.equal.default})
+
+
+class Reads:
+    """What a step reads of its tensors' values, by line. Compiled, it reads the same, as no kernel computes anything.
+
+    Args:
+        given: the answers of a run as written, which are handed out in their order.
+    """
+
+    def __init__(self, given: Answers = ()) -> None:
+        self._given = {line: list(values) for line, values in given}
+        self._noted: defaultdict[str, list[float]] = defaultdict(list)
+        self._count = 0
+
+    @property
+    def noted(self) -> Answers:
+        """Return the answers of each line."""
+        return tuple((line, tuple(values)) for line, values in self._noted.items())
+
+    def given(self, func: OpOverload, line: Callable[[], str]) -> float | None:
+        """Return the answer of the other run; of the last that the line read, if it read less often."""
+        known = self._given.get(_place(line()), []) if self._given and func in _READS else []
+        return known.pop(0) if len(known) > 1 else next(iter(known), None)
+
+    def note(self, func: object, line: Callable[[], str], answer: Any) -> None:
+        """Note an answer, if it is one."""
+        if func in _READS or func in READS:
+            self._count += 1
+            self._noted[_place(line())].append(float(answer) if isinstance(answer, float) else answer)
+
+    def noting(self, func: object, line: Callable[[], str], read: Callable[[], T]) -> T:
+        """Read, and note the answer if no operator was asked for it."""
+        count, answer = self._count, read()
+        if count == self._count and not isinstance(answer, Tensor):
+            self.note(func, line, answer)
+        return answer
+
+
+def _place(line: str) -> str:
+    """Leave out the function's name, which Dynamo changes where it goes on after a break."""
+    return line.rpartition(":")[0]
 
 
 class _NoKernel:

@@ -39,6 +39,9 @@ Share = tuple[tuple[int, ...], int]
 Shares = tuple[tuple[tuple[str, str], tuple[Share, ...]], ...]
 """The shares of a run, by operator and line, call by call."""
 
+Answers = tuple[tuple[str, tuple[float, ...]], ...]
+"""What a run read of its tensors' values (`.item()`, `if tensor:`), by line, in order."""
+
 CASES = ("low", "point", "high")
 """Sizes (at least, most likely, at most) of a block that is not known exactly, such as a convolution's workspace."""
 
@@ -114,6 +117,7 @@ class Trace:
     ``kernels`` and ``scratch_spans`` say which events are scratch, and by which rule. ``batch`` is the shapes and bytes
     of the largest batch that the step was given, if it was noted. ``held_at`` is the place among the events at which
     `holding` puts blocks. ``shares`` is noted in real runs, and ``seconds`` is the processor time that the run took.
+    ``answers`` is noted where something would be compiled.
     ``kept`` is what each batch leaves behind, and ``work`` what one batch and one optimizer step compute. ``recurs``
     means that its last steps are those in which work recurs.
     """
@@ -132,6 +136,7 @@ class Trace:
     kept: tuple[Kept, ...] = field(default=(), compare=False)
     work: tuple[Work, ...] = field(default=(), compare=False, repr=False)
     recurs: bool = field(default=False, compare=False)
+    answers: Answers = field(default=(), compare=False, repr=False)
 
     def __iter__(self) -> Iterator[Event]:
         return iter(self.events)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -390,11 +391,15 @@ def _sampler_of(loader: DataLoader[Any]) -> Any:
 
 
 def _spread(count: int) -> list[int]:
-    """Places in a sequence, from end to end: the ends first, then ever finer, so that one may stop at any time."""
+    """Places in a sequence, from end to end: the ends first, then ever finer, so that one may stop at any time.
+
+    Each is drawn from its stretch: a fixed stride would meet the same few samples of a dataset that repeats itself.
+    """
     kept = min(count, MOST_SAMPLES)
     if kept < 3:
         return list(range(kept))[::-1]
-    places = [place * (count - 1) // (kept - 1) for place in range(kept)]
+    starts, drawn = [place * (count - 1) // (kept - 1) for place in range(kept)], random.Random(0)  # noqa: S311 - no secret
+    places = [0, *(drawn.randrange(*stretch) for stretch in itertools.pairwise(starts[1:])), count - 1]
     bits = (kept - 1).bit_length()
     inner = sorted(range(1, kept - 1), key=lambda place: int(f"{place:0{bits}b}"[::-1], 2))
     return [places[-1], places[0], *(places[place] for place in inner)]

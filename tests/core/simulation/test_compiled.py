@@ -134,6 +134,53 @@ def test_a_backend_that_fails_leaves_the_step_as_written(as_written):
     assert any("torch.compile could not run" in note and "by design" in note for note in found.notes)
 
 
+class Branching(nn.Module):
+    """Goes on after a break of its graph if a count says so that the graph writes, or what it computes of the batch."""
+
+    steps: torch.Tensor
+
+    def __init__(self, reads: str = "") -> None:
+        super().__init__()
+        self.reads = reads
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = nn.functional.gelu(self.up(x))
+        self.steps += 1
+        if self.reads:
+            goes_on = self.steps > 1 if self.reads == "a count" else y.sum() > -1e9
+        else:
+            torch._dynamo.graph_break()
+            goes_on = True
+        return self.down(y.exp() * y if goes_on else y)
+
+
+def logged(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    loss = model(x).sum()
+    if loss.isnan():
+        raise ValueError
+    loss.item()
+    return loss
+
+
+def branching(reads: str = "") -> Any:
+    model = torch.compile(Branching(reads))
+    return estimate(model, torch.ones(256, 64), step=logged, optimizer=torch.optim.AdamW, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def broken() -> Any:
+    return branching()
+
+
+@pytest.mark.parametrize(("reads", "is_real"), [("a count", False), ("the batch", True)])
+def test_a_compiled_step_reads_the_values_that_it_reads_as_written(broken, reads, is_real):
+    found = branching(reads)
+    assert (found.method, found.peak_allocated_bytes) == ("compiled", broken.peak_allocated_bytes)
+    assert any("could not run on fake tensors" in note for note in found.notes) == is_real
+
+
 MEASURE = """
 import sys
 sys.path.insert(0, sys.argv[1])

@@ -203,6 +203,16 @@ def test_data_sorted_by_length_shows_its_longest(shuffle: bool) -> None:
     assert drawn.note.startswith("predicted for the largest of 4096 samples; a larger one would take more")
 
 
+def test_data_that_repeats_itself_shows_its_longest() -> None:
+    """64 samples, over and over: every 176th of them would be one of four."""
+
+    class Repeated(Lengths):
+        def __getitem__(self, index: int) -> torch.Tensor:
+            return torch.ones(9 if index % 64 == 37 else 1)
+
+    assert draw(DataLoader(Repeated(720_720), batch_size=2, collate_fn=pad)).batches.fake(2).shape == (2, 9)
+
+
 def test_slow_data_is_drawn_from_end_to_end_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four samples a second, and five seconds."""
     read: list[int] = []
