@@ -167,11 +167,6 @@ def schedules_accumulation(callbacks: Iterable[Callback]) -> bool:
     return any(is_a(callback, _SCHEDULER) for callback in callbacks)
 
 
-def finds_batch_size(callbacks: Iterable[Callback]) -> bool:
-    """Whether a callback of Lightning will try batch sizes; ``Tuner.scale_batch_size`` adds it for its run."""
-    return any(is_a(callback, "BatchSizeFinder") for callback in callbacks)
-
-
 def learning_rates_tried(callbacks: Iterable[Callback]) -> int:
     """How many learning rates a callback of Lightning, or ``Tuner.lr_find``, will try: one a step; 0 without."""
     finders: list[Any] = [callback for callback in callbacks if is_a(callback, "LearningRateFinder")]

@@ -71,7 +71,10 @@ def _guarded(hook: _Hook) -> _Hook:
                 attempt(self._close)
                 if isinstance(error, MemGuardError):
                     raise
-            self._announce_failure(arguments[0], hook.__name__, error)
+            if hook.__name__ not in self._failed and arguments[0].is_global_zero:
+                self._failed.add(hook.__name__)
+                without = f"MemGuard failed in {hook.__name__}, and the run goes on without what that does"
+                warn(f"{without}: {reason_of(error)}")
 
     return cast("_Hook", call)
 
@@ -411,10 +414,8 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Record a run that only validates, tests or predicts."""
         run = self._run
-        if run and not run.trains:
-            record = run.end_evaluation()
-            if record:
-                self.evaluations[run.stage] = record
+        if run and not run.trains and (record := run.end_evaluation()):
+            self.evaluations[run.stage] = record
 
     on_test_end = on_predict_end = on_validation_end
 
@@ -442,10 +443,3 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
         run, self._run = self._run, None
         if run:
             run.close()
-
-    def _announce_failure(self, trainer: Trainer, hook: str, error: Exception) -> None:
-        if hook in self._failed or not trainer.is_global_zero:
-            return
-        self._failed.add(hook)
-        text = f"MemGuard failed in {hook}, and the run goes on without what that does: {reason_of(error)}"
-        warn(text, stacklevel=3)

@@ -33,7 +33,6 @@ from lightning_memguard.training.data.loaders import rewrite_loaders
 from lightning_memguard.training.facts.ranks import attempt, say, warn
 from lightning_memguard.training.facts.run_facts import Stage
 from lightning_memguard.training.rescue.memory import ran_out_of_memory
-from lightning_memguard.training.rescue.policy import Samples
 from lightning_memguard.training.rescue.rescuer import Rescuer
 from lightning_memguard.training.run.aftermath import held_elsewhere, oom_kills, worker_note
 from lightning_memguard.training.run.batch_monitor import BatchWatch, failure, size_within_budget
@@ -238,7 +237,15 @@ class GuardedRun:
     def start(self) -> None:
         """Show the decision, and watch batches and steps."""
         if self.stage != "predict" and self.settings.splits:
-            self._rescuer = self._make_rescuer()
+            self._rescuer = Rescuer(
+                self.trainer,
+                self.module,
+                self._warn_on_any_rank,
+                lenient=self.settings.on_oom == "split",
+                cuts=self.tuning.cuts,
+                fits_now=lambda nbytes: not (watch := self._watches.get("train")) or watch.fits_now(nbytes),
+                fitting=lambda part: watch.fitting(part) if (watch := self._watches.get("train")) else None,
+            )
             self._rescuer.install()
         profile = self.tuning.profile
         if profile is None:
@@ -264,25 +271,6 @@ class GuardedRun:
         if profile.validation is not None:
             runs["val"] = (profile.validation.prediction, profile.validation.batch_size)
         self._watches = {role: attempt(partial(BatchWatch, profile, *run)).value for role, run in runs.items()}
-
-    def _make_rescuer(self) -> Rescuer:
-        def fits_now(nbytes: int) -> bool:
-            watch = self._watches.get("train")
-            return watch is None or watch.fits_now(nbytes)
-
-        def fitting(part: Samples) -> int | None:
-            watch = self._watches.get("train")
-            return None if watch is None else watch.fitting(part)
-
-        return Rescuer(
-            self.trainer,
-            self.module,
-            self._warn_on_any_rank,
-            lenient=self.settings.on_oom == "split",
-            cuts=self.tuning.cuts,
-            fits_now=fits_now,
-            fitting=fitting,
-        )
 
     def _show(self, profile: RunProfile) -> None:
         """Show what is known before the first step, which may be the last."""
@@ -386,7 +374,10 @@ class GuardedRun:
         self.measuring.restart()
         self._warn_of_overrun(record.measured)
         try:
-            self._log(record)
+            if not self.trainer.barebones:
+                log_epoch(self.trainer, record.as_metrics())
+            if self._boards is not None:
+                self._boards.log_epoch(record, logging_step(self.trainer))
         finally:
             if len(self.records).bit_count() == 1:  # after 1, 2, 4, 8, ... epochs: some take no time
                 self._write_page()
@@ -413,30 +404,19 @@ class GuardedRun:
         measured, budget = self.measuring.peak_by_part(), decision.budget
         measured = replace(measured, step_seconds=self.measuring.step_seconds)
         epoch, size = self.trainer.current_epoch, decision.batch_size
-        failed, rescued = self._rescued_on_all_ranks()
-        bounds = (budget.free_bytes, budget.margin_bytes)
-        loaders = decision.loader_batch_sizes
+        failed, rescued = set[int](), set[int]()
+        if self.settings.splits and self.trains:  # on all ranks alike
+            policy = self._rescuer.policy if self._rescuer else None
+            every = self.tuning.ranks.gather((policy.failures, policy.steps) if policy else (failed, rescued))
+            failed, rescued = (set[int]().union(*steps) for steps in zip(*every, strict=True))
+        counts = budget.free_bytes, budget.margin_bytes, len(rescued), len(failed)
         on_host = sum(decision.host.parts.values()) if decision.host else 0
         seen = [
             each.measured.peak_bytes for each in self.records if each.has_error and each.measured.peak_reserved_bytes
         ]
         again = range_after(max(seen)) if seen else None
-        return EpochRecord(epoch, size, decision.footprint, measured, *bounds, rescued, failed, loaders, on_host, again)
-
-    def _rescued_on_all_ranks(self) -> tuple[int, int]:
-        """How many steps ran out of memory, and how many were done in parts, on any rank. All ranks call it."""
-        if not self.settings.splits or not self.trains:
-            return 0, 0
-        policy = self._rescuer.policy if self._rescuer else None
-        own = (policy.failures, policy.steps) if policy else (set(), set())
-        every = self.tuning.ranks.gather(own)
-        return len(set().union(*(failed for failed, _ in every))), len(set().union(*(done for _, done in every)))
-
-    def _log(self, record: EpochRecord) -> None:
-        if not self.trainer.barebones:
-            log_epoch(self.trainer, record.as_metrics())
-        if self._boards is not None:
-            self._boards.log_epoch(record, logging_step(self.trainer))
+        loaders = decision.loader_batch_sizes
+        return EpochRecord(epoch, size, decision.footprint, measured, *counts, loaders, on_host, again)
 
     def summarize(self) -> None:
         """Print how close the prediction came; what the last epoch has left to be saved counts too."""

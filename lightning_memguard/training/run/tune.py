@@ -17,6 +17,7 @@ from lightning_memguard.core.trace.kept import MOST_EPOCHS, MOST_STEPS, runs_out
 from lightning_memguard.errors import CannotTraceError, DoesNotFitError, MemGuardError
 from lightning_memguard.training.adapter import callbacks
 from lightning_memguard.training.data.loaders import batches_taken
+from lightning_memguard.training.facts.lightning_types import is_a
 from lightning_memguard.training.facts.ranks import Ranks, attempt, shared
 from lightning_memguard.training.facts.run_facts import ROLES, Role, RunFacts, Stage, read_run_facts
 from lightning_memguard.training.planning.advise import AdviceReport, try_remedies
@@ -185,7 +186,13 @@ def _without_samples(profile: RunProfile) -> RunProfile:
     """Return the profile without the samples drawn; if another size may still be captured, their values stay."""
     known = profile.prediction
     scales = known.growth is not None or known.method == "real"
-    return profile.attached_to(profile.run.without_samples() if scales else profile.run.without_draws())
+
+    def without_samples(program: LightningProgram) -> LightningProgram:
+        if not scales:
+            return program.without_draws()
+        return attempt(program.without_samples).value or program  # a kind of tensor may have no meta copy
+
+    return profile.attached_to(profile.run.with_programs(without_samples))
 
 
 def _with_advice(error: DoesNotFitError, profile: RunProfile) -> DoesNotFitError:
@@ -238,6 +245,6 @@ def recheck(tuning: Tuning, others: Iterable[Callback], module: LightningModule,
 
 def _facts_of(trainer: Trainer, stage: Stage) -> RunFacts:
     facts = read_run_facts(trainer, stage)
-    if callbacks.finds_batch_size(facts.callbacks):
+    if any(is_a(callback, "BatchSizeFinder") for callback in facts.callbacks):  # `Tuner.scale_batch_size` adds one
         raise CannotTraceError("BatchSizeFinder chooses its batch size, by trial")
     return facts
