@@ -362,7 +362,9 @@ class PhaseMarkerMixin:
             self.steps[id(optimizer)] = 0
             _call_after_step(optimizer, self.after_optimizer)
         self.recorder.label_held_by(trainer.optimizers)
-        _let_scaler_step(trainer.precision_plugin)
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        if scaler is not None:  # it asks the device whether a gradient overflowed; checked on torch 2.9 to 2.13
+            scaler._maybe_opt_step = lambda optimizer, state, *args, **kwargs: optimizer.step(*args, **kwargs)
         self.on_ready()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
@@ -593,13 +595,6 @@ def _call_after_step(optimizer: Optimizer, call: Callable[[Optimizer], object]) 
         optimizer.step = stepping  # type: ignore[method-assign]
 
 
-def _let_scaler_step(precision: Precision) -> None:
-    """A GradScaler asks the device whether any gradient overflowed; here none did. Checked on torch 2.9 to 2.13."""
-    scaler = getattr(precision, "scaler", None)
-    if scaler is not None:
-        scaler._maybe_opt_step = lambda optimizer, state, *args, **kwargs: optimizer.step(*args, **kwargs)
-
-
 def _precision_of(program: LightningStep) -> Precision:
     """The user's precision plugin, or one for one device that computes alike; or the one asked for instead."""
     plugin, plugins = program.trainer.precision_plugin, lightning_of(program.module).plugins
@@ -610,9 +605,6 @@ def _precision_of(program: LightningStep) -> Precision:
     if not (program.precision or is_a(plugin, "FSDPPrecision")):
         return copy.deepcopy(plugin)
     precision = program.precision or plugin.precision
-    made: Precision
     if precision.endswith("-mixed"):
-        made = plugins.MixedPrecision(precision, program.device.type)
-    else:
-        made = plugins.Precision() if precision == "32-true" else plugins.HalfPrecision(precision)
-    return made
+        return plugins.MixedPrecision(precision, program.device.type)  # type: ignore[no-any-return]
+    return plugins.Precision() if precision == "32-true" else plugins.HalfPrecision(precision)  # type: ignore[no-any-return]

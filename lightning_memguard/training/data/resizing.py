@@ -117,10 +117,8 @@ def resize(loader: Iterable[Any], batch_size: int, fixed_because: str) -> Iterab
         raise CannotResizeLoaderError(f"{reason}; pass a DataLoader with `batch_size=`.")
     if batch_size_setting(loader) == batch_size:
         return loader
-    return _torch_at(loader, batch_size) if isinstance(loader, DataLoader) else _copy_at(loader, batch_size)
-
-
-def _torch_at(loader: DataLoader[Any], batch_size: int) -> DataLoader[Any]:
+    if not isinstance(loader, DataLoader):
+        return _copy_at(loader, batch_size)  # type: ignore[no-any-return]
     clone = shallow_copy(loader)
     batch_sampler: Any = loader.batch_sampler
     # DataLoader refuses to have these set after construction; a copy has not been iterated yet
