@@ -149,7 +149,9 @@ class Passes:
             Refused: the step in parts would be, or might be, another step.
             BaseException: what a part of one sample raised, of memory that ran out.
         """
-        self._refuse_hooks()
+        for name, parameter in self.module.named_parameters():
+            if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+                raise Refused(f"a hook works on the gradient of `{name}`")
         if self.step.failed:
             norms = (each for each in self.module.modules() if isinstance(each, _BatchNorm))
             statistics = (buffer for each in norms for buffer in each.buffers())
@@ -368,13 +370,6 @@ class Passes:
         finally:
             self.flow.custom_returned = None
             self.flow.idle = self.flow.recomputes = False
-
-    # -- what changes gradients
-
-    def _refuse_hooks(self) -> None:
-        for name, parameter in self.module.named_parameters():
-            if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-                raise Refused(f"a hook works on the gradient of `{name}`")
 
 
 @dataclass(frozen=True)

@@ -114,7 +114,8 @@ class Totals:
 
     def add(self, place: int, kind: str, own: torch.Tensor, *, pending: bool, samples: int) -> None:
         """A part contributes to a reduction."""
-        wide = _wide(own)
+        own = own.detach()  # in a type that sums of many do not round in
+        wide = own.double() if own.is_floating_point() and own.device.type != "mps" else own.clone()
         if place in self.found:
             self.found[place].add(wide, pending, samples)
         else:
@@ -173,14 +174,6 @@ def _reaches(own: torch.Tensor, whole: torch.Tensor, dtype: torch.dtype) -> torc
         return own == whole
     eps = torch.finfo(dtype).eps
     return torch.isclose(own.double(), whole.double(), rtol=_ROUNDED * eps if eps < _HALF else 2 * eps, atol=0)
-
-
-def _wide(own: torch.Tensor) -> torch.Tensor:
-    """A contribution, in a type that sums of many do not round in."""
-    own = own.detach()
-    if own.is_floating_point() and own.device.type != "mps":
-        return own.double()
-    return own.clone()
 
 
 def _magnitude(own: torch.Tensor) -> float:
