@@ -339,7 +339,6 @@ class Flow(TorchDispatchMode):
         return found[place]
 
     def _layouts(self, call: rules.OperatorCall) -> list[Layout]:
-        """Return the layouts of an operator's results."""
         expands = call.info.name == "expand" and call.kinds == {"whole"}
         if self.sized is not None and expands:
             rules.check_gradient("expand", call.tensors[0], call.layouts[0])
@@ -446,7 +445,6 @@ class Flow(TorchDispatchMode):
     # -- random numbers
 
     def _run_random(self, call: rules.OperatorCall) -> Any:
-        """Run an operator that may draw random numbers."""
         rows = next((layout for layout in call.layouts if layout.kind == "rows"), None)
         layout = self.sized or rows
         drawn = None if layout is None else rules.drawn_like(call, layout)

@@ -376,8 +376,7 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
         """Warn of a batch that is larger than predicted."""
         if self._run:
-            self._run.record_step()
-            self._run.check_peak(batch_idx)
+            self._run.start_batch(batch_idx)
             self._run.check_batch("train", batch, batch_idx)
 
     @_guarded

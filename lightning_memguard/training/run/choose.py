@@ -47,14 +47,12 @@ class _Terms:
 
     @classmethod
     def of(cls, profile: RunProfile) -> _Terms:
-        """Read the values from a profile."""
         validation = profile.validation
         size, step = validation.batch_size if validation else None, profile.prediction
         extra = tuple(profile.extra.items())
         return cls(profile.budget, profile.request, size, extra, step.context_bytes, step.learned)
 
     def applied_to(self, profile: RunProfile) -> RunProfile:
-        """Return the profile with these values."""
         validation = profile.validation
         if validation is not None and self.validation_batch_size is not None:
             validation = replace(validation, batch_size=self.validation_batch_size)

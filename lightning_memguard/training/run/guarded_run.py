@@ -285,22 +285,19 @@ class GuardedRun:
 
     # -- at each batch
 
-    def record_step(self) -> None:
-        """Record the actual step if a snapshot of it was asked for; a batch of training begins."""
+    def start_batch(self, batch_idx: int) -> None:
+        """Record the actual step if a snapshot of it was asked for; warn of a run that has passed its budget."""
         if self._recorder is not None and not self._recorder.goes_on():
             self._end_recording()
+        if batch_idx.bit_count() == 1:  # 1, 2, 4, 8, ...: early, and at no cost
+            self.measuring.note_held()
+            if self._checks_peak and batch_idx > 1:
+                self._warn_of_overrun(self.measuring.peak())
 
     def _end_recording(self) -> None:
         recorder, self._recorder = self._recorder, None
         if recorder is not None:
             self._try_writing("snapshot", recorder.close)
-
-    def check_peak(self, batch_idx: int) -> None:
-        """Warn of a run that has passed its budget, after 2, 4, 8, ... batches of an epoch: early, and at no cost."""
-        if batch_idx.bit_count() == 1:
-            self.measuring.note_held()
-            if self._checks_peak and batch_idx > 1:
-                self._warn_of_overrun(self.measuring.peak())
 
     def _warn_of_overrun(self, measured: Measured) -> None:
         footprint, budget, watch = self.decision.footprint, self.decision.budget, self._watches.get("train")

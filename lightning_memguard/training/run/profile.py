@@ -197,7 +197,6 @@ class RunProfile:
         return trace.plus(self.extra)
 
     def _larger_validation(self, batch_size: int) -> ValidationRun | None:
-        """Validation, if it takes more than the training step."""
         step, validation = self.prediction.footprint_at(batch_size), self.validation
         return validation if validation and validation.footprint.most_device_bytes > step.most_device_bytes else None
 

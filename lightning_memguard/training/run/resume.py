@@ -67,7 +67,6 @@ def resume(tuning: Tuning, saved: SavedSizes, settings: GuardSettings) -> Tuning
 
 
 def _obstacle(size: int, settings: GuardSettings, footprint: Attempt[Footprint], profile: RunProfile) -> str:
-    """Why a run cannot go on at a batch size; empty if it can."""
     most, budget = profile.request.dataset_size, profile.budget
     if settings.max_batch_size is not None and size > settings.max_batch_size:
         return f"max_batch_size={settings.max_batch_size} forbids it"

@@ -197,19 +197,18 @@ def _without_samples(profile: RunProfile) -> RunProfile:
 
 def _with_advice(error: DoesNotFitError, profile: RunProfile) -> DoesNotFitError:
     """Return the error with remedies for this rank, if there are any; no rank waits for another."""
-    advised = attempt(lambda: _remedies(profile)).value
+
+    def remedies() -> AdviceReport:
+        size, budget = profile.request.smallest_batch_size, profile.budget
+        if profile.prediction.footprint_at(size).most_device_bytes <= budget.usable_bytes:
+            return AdviceReport(())  # another rank is too small, or validation alone does not fit
+        request = replace(profile.request, batch_size=size)
+        return try_remedies(profile.prediction, size, budget, most_seconds=_ADVICE_SECONDS, request=request)
+
+    advised = attempt(remedies).value
     if not advised or not advised.advice:
         return error
     return error.with_advice(advised.advice, what_would_fit(shortlist(advised.advice), advised.not_tried))
-
-
-def _remedies(profile: RunProfile) -> AdviceReport | None:
-    """None if another rank is too small, or validation alone does not fit."""
-    size, usable = profile.request.smallest_batch_size, profile.budget.usable_bytes
-    if profile.prediction.footprint_at(size).most_device_bytes <= usable:
-        return None
-    request = replace(profile.request, batch_size=size)
-    return try_remedies(profile.prediction, size, profile.budget, most_seconds=_ADVICE_SECONDS, request=request)
 
 
 def recheck(tuning: Tuning, others: Iterable[Callback], module: LightningModule, settings: GuardSettings) -> Tuning:
