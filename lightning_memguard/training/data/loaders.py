@@ -56,16 +56,13 @@ class Source:
                 return None if self.fixed_because else len(resizing.trial_at(self.loader, 1))
             if isinstance(self.loader.dataset, IterableDataset):
                 return self.largest_of_stream(len(self.loader.dataset))  # type: ignore[arg-type]
-            return self._of_sampler(self.loader)
+            sampler = getattr(self.loader.batch_sampler, "sampler", self.loader.sampler)
+            ranks = 1 if isinstance(sampler, DistributedSampler) else self.ranks
+            size = -(-len(sampler) // ranks)  # type: ignore[arg-type]
+            if self.fixed_because or not resizing.makes_own_batches(self.loader):
+                return size
+            return largest_that(self._fills_a_batch, self.batch_size, size)
         return None if self.end is None or self.fixed_because else self.largest_of_stream(self.end)
-
-    def _of_sampler(self, loader: DataLoader[Any]) -> int:
-        sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
-        ranks = 1 if isinstance(sampler, DistributedSampler) else self.ranks
-        size = -(-len(sampler) // ranks)  # type: ignore[arg-type]
-        if self.fixed_because or not resizing.makes_own_batches(loader):
-            return size
-        return largest_that(self._fills_a_batch, self.batch_size, size)
 
     def _fills_a_batch(self, batch_size: int) -> bool:
         """Whether a batch sampler of the user's own fills its first batch at a size."""

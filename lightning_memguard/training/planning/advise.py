@@ -107,7 +107,7 @@ def setting_that_saves(prediction: Prediction, batch_size: int, share: float) ->
 
 
 def _settings_that_save(
-    prediction: Prediction, batch_size: int, budget: Budget, request: Request | None
+    prediction: Prediction, batch_size: int, budget: Budget, request: Request | None = None
 ) -> list[Advice]:
     """The setting that leaves least reserved at a batch size, or else at the largest that fits as it is."""
     now = _largest(prediction, budget, request)

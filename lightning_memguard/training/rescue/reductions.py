@@ -471,8 +471,16 @@ class Reductions(TorchFunctionMode):
     def _reduced(self, name: str, x: torch.Tensor, layout: Layout, args: Args, kwargs: Named) -> Any:
         rewrite, parameters = _REWRITES[name]
         given = dict(zip(parameters, args[1:], strict=False)) | kwargs
-        dims = self._reduced_dims(given, x)
-        if layout.dim not in (dims if dims is not None else range(self._rank(x))):
+        if "axis" in given:
+            given["dim"] = given.pop("axis")
+        if isinstance(given.get("dim"), bool):
+            given["unbiased"] = given.pop("dim")
+        dim, rank = given.get("dim"), self._rank(x)
+        if dim is None or dim in ((), []):
+            dims = None
+        else:
+            dims = {each % rank for each in ([dim] if isinstance(dim, int) else dim)}
+        if layout.dim not in (range(rank) if dims is None else dims):
             return _NO
         with self:
             return rewrite(self, x, dims, given)
@@ -482,16 +490,6 @@ class Reductions(TorchFunctionMode):
         out = func(*args, **kwargs)
         self._end_call(func, func.__name__, tuple(each for each in args if type(each) is not int), kwargs, out)
         return out
-
-    def _reduced_dims(self, given: Named, x: torch.Tensor) -> set[int] | None:
-        if "axis" in given:
-            given["dim"] = given.pop("axis")
-        if isinstance(given.get("dim"), bool):
-            given["unbiased"] = given.pop("dim")
-        dim = given.get("dim")
-        if dim is None or dim in ((), []):
-            return None
-        return {each % self._rank(x) for each in ([dim] if isinstance(dim, int) else dim)}
 
     def _with_sizes(self, func: Function, name: str, args: Args, kwargs: Named) -> Any:
         if name in _ARITHMETIC:
