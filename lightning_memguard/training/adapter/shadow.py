@@ -376,7 +376,11 @@ class PhaseMarkerMixin:
             recorded = min(self.steps.values(), default=index) >= self.steps_recorded
             if (recorded and self.leftovers.are_known(trainer.optimizers)) or index >= _MOST_BATCHES:
                 self.count_what_is_left(index, pl_module)
-                self.later = self.later_batches(index, trainer.optimizers, pl_module)
+                with self.recorder.paused():  # counters move to where a step does more
+                    more = self.recorder.counters.move(trainer.optimizers, pl_module)
+                period = 1 + (index > self.steps_recorded)
+                pruned = period * (1 + 2 * min(_PRUNINGS, self.epochs - 1)) if self.pruners else 0
+                self.later = range(index, index + max(more, pruned) + 1)
         if self.later:
             if index == self.later[-1]:
                 raise StepsDone
@@ -384,14 +388,6 @@ class PhaseMarkerMixin:
                 pl_module.on_train_epoch_start()
         self.recorder.note_batch(batch)
         self.recorder.mark("forward", step=index)
-
-    def later_batches(self, index: int, optimizers: list[Optimizer], pl_module: LightningModule) -> range:
-        """Move counters to where a step does more; return the batches from this one to that before which to stop."""
-        period = 1 + (index > self.steps_recorded)
-        with self.recorder.paused():
-            more = self.recorder.counters.move(optimizers, pl_module)
-        pruned = period * (1 + 2 * min(_PRUNINGS, self.epochs - 1)) if self.pruners else 0
-        return range(index, index + max(more, pruned) + 1)
 
     def count_what_is_left(self, recorded: int, pl_module: LightningModule) -> None:
         """Expect what each batch leaves behind for good once for each batch of an epoch that was not recorded."""

@@ -236,7 +236,7 @@ class Passes:
             Refused: a part computed something else than before.
             BaseException: what a part raised that is not due to memory, or that holds a single sample.
         """
-        self.reductions.ties = {place for place in self.totals.found if self.totals.reached_twice(place)}
+        self.reductions.ties = self.totals.ties()
         self.totals.begin()
         self._range(0, self.total, most)
         self.totals.check()

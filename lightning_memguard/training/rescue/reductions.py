@@ -141,12 +141,10 @@ class Totals:
         """Copy the findings so far, to go back to."""
         return {place: replace(total, each=[*total.each]) for place, total in self.found.items()}
 
-    def reached_twice(self, place: int) -> bool:
-        """Whether two parts have the same largest (or smallest) value, so that its gradient belongs to both."""
-        total = self.found.get(place)
-        if total is None or total.kind == "sum":
-            return False
-        return bool((self._reached(place, total.value) > 1).any())
+    def ties(self) -> set[int]:
+        """The places of largest (or smallest) values that two parts have, so that their gradient belongs to both."""
+        of_values = {place: total.value for place, total in self.found.items() if total.kind != "sum"}
+        return {place for place, value in of_values.items() if bool((self._reached(place, value) > 1).any())}
 
     def _reached(self, place: int, whole: torch.Tensor) -> torch.Tensor:
         """By how many parts each element of a largest (or smallest) value is reached."""

@@ -285,7 +285,11 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
             _say_once(newer)
         engine = attempt(lambda: importlib.import_module(_ENGINE))
         if engine.value is None:
-            self._step_aside(trainer, engine.reason)
+            kept = 0, 0, trainer.accumulate_grad_batches
+            self._last_run = None
+            self._known_decision = Decision(*kept, "stepped aside", None, None, "request", engine.reason)
+            if trainer.is_global_zero:
+                warn(f"MemGuard did not tune this run: {engine.reason}", stacklevel=3)
             return
         folders = self._folders = self._folders or WeakKeyDictionary()
         run: GuardedRun = engine.value.GuardedRun(
@@ -300,13 +304,6 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
         missing = gaps("every run", "lightning", "operators", trainer=trainer)
         if missing and trainer.is_global_zero and "does not have" not in run.decision.reason:
             warn(f"MemGuard does less in this run: {missing}.", stacklevel=3)
-
-    def _step_aside(self, trainer: Trainer, reason: str) -> None:
-        accumulate = trainer.accumulate_grad_batches
-        self._last_run = None
-        self._known_decision = Decision(0, 0, accumulate, "stepped aside", None, None, "request", reason)
-        if trainer.is_global_zero:
-            warn(f"MemGuard did not tune this run: {reason}", stacklevel=4)
 
     def _check(self, trainer: Trainer, stage: str) -> None:
         guards = sum(isinstance(callback, MemGuard) for callback in trainer.callbacks)  # type: ignore[attr-defined]
@@ -345,13 +342,11 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
             if not self._run.is_decided:
                 self._run.announce()
             self._run.start()
-            self._run.write_snapshot()
 
     @_guarded
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Count what the other callbacks hold by now; start measuring, now that any checkpoint is out of memory."""
+        """Start measuring, now that any checkpoint is out of memory."""
         if self._run:
-            self._run.recheck_fixed_size()
             self._run.start_measuring()
 
     @_guarded

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, cast
 
 from lightning_memguard.core.capture.capture import Captures, trusted_child
@@ -202,12 +201,18 @@ def _choice(profile: RunProfile, settings: GuardSettings) -> Choice:
     validation = _fitting_validation(profile)
     profile = replace(profile, validation=validation)
     profile = replace(profile, request=profile.within_host())
+
+    def refused_by(size: int) -> LimitedBy | None:
+        if profile.avoids_single_sample and leaves_one(profile.loader_info, size):
+            return "last_batch"
+        return spoiled_by(profile.facts, profile.loader_info, size, settings.steps_to_keep)
+
     decision, proven = largest_that_runs(
         profile.prediction,
         profile.budget,
         profile.request,
         footprint_at=lambda prediction, size: replace(profile, prediction=prediction).footprint_at(size),
-        refused_by=partial(_refused_by, profile, settings.steps_to_keep),
+        refused_by=refused_by,
     )
     if validation is not None:
         decision = replace(decision, validation_batch_size=validation.batch_size)
@@ -245,12 +250,6 @@ def _divided(cut: Choice, profile: RunProfile, settings: GuardSettings) -> Choic
             return replace(divided, limited_by=decision.limited_by), replace(chosen, request=request)
     reason = f"{asked} samples do not fit, and each optimizer step sees {decision.batch_size}: {why_not}"
     return replace(decision, reason=reason), chosen
-
-
-def _refused_by(profile: RunProfile, min_steps: int | None, size: int) -> LimitedBy | None:
-    if profile.avoids_single_sample and leaves_one(profile.loader_info, size):
-        return "last_batch"
-    return spoiled_by(profile.facts, profile.loader_info, size, min_steps)
 
 
 def _with_setting_note(footprint: Footprint, prediction: Prediction) -> Footprint:

@@ -173,12 +173,6 @@ class GuardedRun:
         elif self.decision.verdict != before.verdict:
             self._warn(warning_of(self.decision))
 
-    def recheck_fixed_size(self) -> None:
-        """Count what the other callbacks hold by now, if the loaders have not triggered a recheck."""
-        profile = self.tuning.profile
-        if profile is not None and not (self.settings.mode == "tune" and profile.request.free_to_choose):
-            self._recheck()
-
     def load(self, checkpoint: dict[str, object]) -> None:
         """Resume a fit at its checkpoint's batch size if it fits; no optimizer and no loader exists yet."""
         profile = self.tuning.profile
@@ -235,7 +229,7 @@ class GuardedRun:
             )
 
     def start(self) -> None:
-        """Show the decision, and watch batches and steps."""
+        """Show the decision, watch batches and steps, and write the snapshot that was asked for before a fit."""
         if self.stage != "predict" and self.settings.splits:
             self._rescuer = Rescuer(
                 self.trainer,
@@ -247,17 +241,20 @@ class GuardedRun:
                 fitting=lambda part: watch.fitting(part) if (watch := self._watches.get("train")) else None,
             )
             self._rescuer.install()
-        profile = self.tuning.profile
-        if profile is None:
-            return
-        self._show(profile)
-        self._watch_batches(profile)
+        profile, recorder = self.tuning.profile, self._recorder
+        if profile is not None:
+            self._show(profile)
+            self._watch_batches(profile)
+        if self.trains and recorder is not None and self.trainer.is_global_zero:
+            self._try_writing("snapshot", lambda: self.save_snapshot(recorder.path))
 
     def start_measuring(self) -> None:
         """Start measuring; what the model and its optimizers hold by now is the training's."""
         profile = self.tuning.profile
         if profile is None:
             return
+        if not (self.settings.mode == "tune" and profile.request.free_to_choose):
+            self._recheck()  # as no loader has been rewritten, which triggers it
         host = self.decision.host
         self.measuring.start(trains=self.trains, on_host=bool(host and host.budget))
         if self.trains:
@@ -428,12 +425,6 @@ class GuardedRun:
             say(f"{last_line(self.records)}{f' Full report: {page}' if page else ''}")
 
     # -- files
-
-    def write_snapshot(self) -> None:
-        """Write the snapshot of the predicted step that was asked for before the run."""
-        recorder = self._recorder
-        if recorder is not None and self.trainer.is_global_zero:
-            self._try_writing("snapshot", lambda: self.save_snapshot(recorder.path))
 
     def record_to(self, path: Path) -> None:
         """Record the actual steps from the next batch on, next to the snapshot of the predicted one."""

@@ -245,19 +245,15 @@ class _Wrapper:
                 _broadcast(_states_of(module_copy, buffers=arguments.init_sync_buffers), recorder)
             # in the order in which they are reduced; parameters that will have a sparse gradient have none in memory
             self._make_buckets(_partition(self.parameters, arguments.first_bucket_bytes, self.sparse)[::-1])
-            self.used_maps = self._used_maps()
+            # of the parameters that had a gradient: one on the host and one on the device
+            needed = arguments.find_unused_parameters or arguments.static_graph
+            devices = (torch.device("cpu"), self.parameters[0].device) if needed else ()
+            self.used_maps = [torch.empty(len(self.parameters), dtype=torch.int32, device=each) for each in devices]
+            recorder.label(self.used_maps, "communication")
         for index, parameter in enumerate(self.parameters):
             parameter.register_post_accumulate_grad_hook(functools.partial(_gradient_ready, weakref.ref(self), index))
 
     # -- when the wrapper is built
-
-    def _used_maps(self) -> list[torch.Tensor]:
-        """Allocate the maps of parameters that had a gradient: one on the host and one on the device."""
-        needed = self.arguments.find_unused_parameters or self.arguments.static_graph
-        devices = (torch.device("cpu"), self.parameters[0].device) if needed else ()
-        maps = [torch.empty(len(self.parameters), dtype=torch.int32, device=device) for device in devices]
-        self.recorder.label(maps, "communication")
-        return maps
 
     def _make_buckets(self, buckets: list[list[int]]) -> None:
         """One flat tensor for each bucket, and a view into it for each of its parameters."""
