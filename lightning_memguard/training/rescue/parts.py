@@ -192,7 +192,8 @@ class Passes:
             raise Refused("one sample may fit, but not the forward pass of two, which shows how samples lie") from None
 
     def _learn_from(self, start: int, stop: int, *, extends: bool) -> None:
-        with torch.autograd.graph.saved_tensors_hooks(_drop, _keep), self._pass(start, stop, extends=extends):
+        keeps_nothing = torch.autograd.graph.saved_tensors_hooks(lambda _: None, _refuse_backward)
+        with keeps_nothing, self._pass(start, stop, extends=extends):
             try:
                 result = self.step.forward(self._part(start, stop), final=False, is_last=False)
             except Waits:
@@ -393,11 +394,7 @@ def _joined(outputs: list[Any]) -> Any:
     return rebuilt(last, {key: _joined([each[key] for each in every]) for key in children})
 
 
-def _drop(_: torch.Tensor) -> None:
-    return None
-
-
-def _keep(_: object) -> torch.Tensor:
+def _refuse_backward(_: object) -> torch.Tensor:
     raise Refused("it runs a backward pass of its own")
 
 

@@ -348,7 +348,7 @@ def _keep(call: OperatorCall) -> Layout:
     return replace(layout, kind="rows", into=0) if call.info.name.endswith("_like") else layout
 
 
-@_rule("new_empty new_zeros new_ones new_full new_empty_strided")
+@_rule("new_empty new_zeros new_ones new_full new_empty_strided _linalg_check_errors")
 def _new(_: OperatorCall) -> Layout:
     return CONSTANT
 
@@ -559,11 +559,6 @@ def _matrices(call: OperatorCall) -> list[Layout]:
     call.mixes_if(layout.dim >= x.dim() - 2 or any(o.place() != layout.place() for _, o in call.rows()))
     call.mixes_if(not all(tensor.dim() <= 2 or is_same_for_all(tensor, layout.dim) for tensor in call.others()))
     return [layout] * len(call.outs)
-
-
-@_rule("_linalg_check_errors")
-def _errors(_: OperatorCall) -> list[Layout]:
-    return []
 
 
 @_rule("diagonal")
