@@ -118,7 +118,6 @@ ROOMS = {
         "__init__",
         "words",
         "comparison",
-        "data",
         "decision_table",
         "failure",
         "figure",
@@ -155,9 +154,7 @@ ROOMS = {
     "training/data": ["__init__", "copies", "resizing", "loaders", "draws", "samples", "workers"],
     "training/planning": [
         "__init__",
-        "eight_bit_adam",
         "structure",
-        "selective",
         "remedies",
         "advise",
         "search",

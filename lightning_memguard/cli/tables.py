@@ -16,8 +16,8 @@ from lightning_memguard.core.gpus import Gpu
 from lightning_memguard.core.layers.textbook import ratio_to_peak
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.core.replay.history import line_of, operator_of, without_folders
-from lightning_memguard.report.data import budget_data, footprint_data, layer_data, picked
 from lightning_memguard.report.decision_table import new_table, retries_words, setup_text
+from lightning_memguard.report.page_data import budget_data, footprint_data, layer_data, picked
 from lightning_memguard.report.words import ACCURACY, counted, duration, time_range
 from lightning_memguard.units import format_bytes, format_count
 
@@ -261,7 +261,8 @@ def print_alternatives(
         change = found.peak_reserved_bytes / max(1, compared.peak_reserved_bytes) - 1
         figures = [format_bytes(found.peak_reserved_bytes), f"{change:+.1%}" if row.setting else ""]
         figures += [format_bytes(found.cached_bytes), format_bytes(found.pinned_bytes)]
-        released = f", after releasing its cache {_times(found.retries)}" if found.retries else ""
+        times = "once" if found.retries == 1 else f"{found.retries:,} times"
+        released = f", after releasing its cache {times}" if found.retries else ""
         figures += [f"{'yes' if row.fits else 'NO'}{released}"]
         table.add_row(_setting_words(row, history.settings.text), *figures[: len(columns) - 1])
     console.print(table)
@@ -354,10 +355,6 @@ def _by_place(holders: Sequence[Holder]) -> list[tuple[str, int, int, int]]:
         blocks, held, free = places.get(where, (0, 0, 0))
         places[where] = blocks + each.blocks, held + each.allocated_bytes, free + each.free_bytes
     return sorted(((where, *figures) for where, figures in places.items()), key=lambda row: -row[3])
-
-
-def _times(count: int) -> str:
-    return "once" if count == 1 else f"{count:,} times"
 
 
 def print_layers(table: LayerTable, console: Console, depth: int | None = None) -> None:

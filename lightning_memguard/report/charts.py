@@ -77,7 +77,8 @@ def curve(points: Sequence[CurvePoint], decision: Decision, footprint: Footprint
     if is_far:
         legend.append(("", f"usable: {usable}, far above"))
     else:
-        lines, marks = lines + _limits(budget, axis), _limit_label(budget, axis) + marks
+        limits, limit_label = _limits(budget, axis)
+        lines, marks = lines + limits, limit_label + marks
     of_what = "allocated memory" if footprint.device == "cpu" else "total on device"
     label = (
         f"Predicted peak on the device by batch size, from {sizes[0]} to {sizes[-1]}; {format_bytes(peak)} at the "
@@ -94,18 +95,16 @@ preserveAspectRatio="none" role="img" aria-label="{escape(label)}">{axis.lines()
 {_as_table(("Batch size", "Peak on the device", "At most"), rows)}</section>"""
 
 
-def _limits(budget: Budget, axis: _Axis) -> str:
+def _limits(budget: Budget, axis: _Axis) -> tuple[str, str]:
+    """The budget and what is usable of it: the lines, and their label."""
     free, usable = axis.y(budget.free_bytes), axis.y(budget.usable_bytes)
-    return (
+    lines = (
         f'<rect class="margin" x="0" width="1000" y="{free:.1f}" height="{max(usable - free, 0):.1f}"/>'
         f'<path class="limit" d="M0 {usable:.1f}H1000"/><path class="limit thin" d="M0 {free:.1f}H1000"/>'
     )
-
-
-def _limit_label(budget: Budget, axis: _Axis) -> str:
-    usable = f", usable {format_bytes(budget.usable_bytes)}" if budget.usable_bytes < budget.free_bytes else ""
-    text = f"budget {format_bytes(budget.free_bytes)}{usable}"
-    return f'<span class="label limit" style="bottom:{100 * budget.free_bytes / axis.top:.1f}%">{text}</span>'
+    less = f", usable {format_bytes(budget.usable_bytes)}" if budget.usable_bytes < budget.free_bytes else ""
+    text = f"budget {format_bytes(budget.free_bytes)}{less}"
+    return lines, f'<span class="label limit" style="bottom:{100 * budget.free_bytes / axis.top:.1f}%">{text}</span>'
 
 
 # What both pictures need

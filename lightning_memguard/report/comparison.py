@@ -21,6 +21,8 @@ def comparison_text(found: Comparison) -> str:
     before = found.actual_before_bytes - found.predicted_before_bytes
     here = found.predicted_peak_bytes - found.predicted_before_bytes
     there = found.actual_peak_bytes - found.actual_before_bytes
+    requests = found.actual_requests - found.predicted_requests
+    more = f"{requests:+,}" if requests else "none"
     lines = [
         f"MemGuard {__version__}: a predicted step next to an actual one. {_verdict(found.peak_error, here == there)}",
         *([f"Note: both snapshots are {found.same_kind}."] if found.same_kind else []),
@@ -30,7 +32,7 @@ def comparison_text(found: Comparison) -> str:
         _bytes("  there before the step", found.predicted_before_bytes, found.actual_before_bytes),
         _bytes("  added by the step", here, there),
         _bytes("peak reserved", found.predicted_reserved_bytes, found.actual_reserved_bytes),
-        _counts(found.predicted_requests, found.actual_requests),
+        f"{'allocations':24}{found.predicted_requests:>16,}{found.actual_requests:>16,}{more:>16}",
         "",
         f"{found.equal_requests:,} allocations are alike: of the same size, in the same order.",
         *_cautions(found),
@@ -84,11 +86,6 @@ def _cautions(found: Comparison) -> Iterator[str]:
 def _bytes(name: str, mine: int, yours: int) -> str:
     difference = _signed(yours - mine) if yours != mine else "none"
     return f"{name:24}{mine / MIB:>12,.1f} MiB{yours / MIB:>12,.1f} MiB{difference:>16}"
-
-
-def _counts(mine: int, yours: int) -> str:
-    difference = f"{yours - mine:+,}" if yours != mine else "none"
-    return f"{'allocations':24}{mine:>16,}{yours:>16,}{difference:>16}"
 
 
 def _signed(nbytes: int) -> str:

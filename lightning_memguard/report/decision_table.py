@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from rich.box import HEAVY_HEAD, Box
@@ -126,12 +126,6 @@ def _host_lines(decision: Decision) -> list[tuple[int, str]]:
 
 
 _WORTH_A_LINE = 0.1
-
-
-def _host_words(parts: Mapping[str, int]) -> str:
-    """Name what takes memory of the host."""
-    *others, last = [part_words(part) for part in parts] or ["prefetched batches"]
-    return f"{', '.join(others)} and {last}" if others else last
 
 
 def _host_remedies(host: HostUse, of: Budget) -> str:
@@ -274,7 +268,9 @@ def _why_not(decision: Decision, footprint: Footprint, because: str) -> str:
     if decision.host and decision.host.overrun:
         nbytes, of = decision.host.overrun
         room, remedies = format_bytes(of.usable_bytes), _host_remedies(decision.host, of)
-        takers = _host_words(decision.host.parts if of is decision.host.budget else {})
+        parts = decision.host.parts if of is decision.host.budget else {}
+        *others, last = map(part_words, parts or ("prefetched batches",))
+        takers = f"{', '.join(others)} and {last}" if others else last
         need = f"{takers} are predicted to take up to {format_bytes(nbytes)}, and {room} are usable there"
         return f"does NOT fit {of.device}{because}: {need}. Remedies: {remedies}"
     if footprint.phase == "checkpoint":

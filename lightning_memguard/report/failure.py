@@ -192,11 +192,12 @@ class Failure:
 def note(failure: Failure) -> str:
     """Predicted versus measured, what else is on the device, which batch it was, and what would have fit."""
     notes = [f"Note on the prediction: {text}." for text in failure.predicted.notes]
-    held = [*_at_peak(failure), *_elsewhere(failure), *_grown(failure)]
-    return "\n".join([_predicted(failure), *held, _room(failure), _batch(failure), *notes, _advice(failure)])
+    lines = [_predicted(failure), *_held(failure), _room(failure), _batch(failure), *notes, _advice(failure)]
+    return "\n".join(lines)
 
 
-def _at_peak(failure: Failure) -> Iterator[str]:
+def _held(failure: Failure) -> Iterator[str]:
+    """What the step holds at its peak, what else is on the device, and what has grown from step to step."""
     if failure.at_peak:
         peak = (failure.larger or failure.predicted).peak_allocated_bytes
         yield f"At the predicted peak of {format_bytes(peak)}, most is held by:"
@@ -206,6 +207,17 @@ def _at_peak(failure: Failure) -> Iterator[str]:
             actual = failure.measured.parts.get(share.part)
         found = "" if actual is None else f"; actual: {format_bytes(actual)}"
         yield f"  {format_bytes(share.nbytes):>10}  {_place(share)}{found}"
+    least = _WORTH_NAMING * failure.predicted.peak_device_bytes
+    named = [f"{who} ({format_bytes(nbytes)})" for who, nbytes in failure.elsewhere.items() if nbytes > least]
+    if named:
+        yield f"Not a part of the step, but kept on the device: {', '.join(named[:_MOST_SHARES])}."
+    if len(failure.between_steps) > 1:
+        (first, before), (last, now) = failure.between_steps
+        if now - before > max(_NOISE_BYTES, least):
+            yield (
+                f"Between steps, this process held {format_bytes(before)} after step {first} and {format_bytes(now)} "
+                f"after step {last}: {format_bytes(now - before)} more."
+            )
 
 
 def _place(share: LineShare) -> str:
@@ -215,23 +227,6 @@ def _place(share: LineShare) -> str:
     more = f" and {counted(len(share.modules) - 1, 'more module')}" if len(share.modules) > 1 else ""
     module = f", in {share.modules[0]}{more}" if share.modules else ""
     return f"{part_words(share.part)} of {file}:{line} ({function}){module}"
-
-
-def _elsewhere(failure: Failure) -> Iterator[str]:
-    least = _WORTH_NAMING * failure.predicted.peak_device_bytes
-    named = [f"{who} ({format_bytes(nbytes)})" for who, nbytes in failure.elsewhere.items() if nbytes > least]
-    if named:
-        yield f"Not a part of the step, but kept on the device: {', '.join(named[:_MOST_SHARES])}."
-
-
-def _grown(failure: Failure) -> Iterator[str]:
-    if len(failure.between_steps) > 1:
-        (first, before), (last, now) = failure.between_steps
-        if now - before > max(_NOISE_BYTES, _WORTH_NAMING * failure.predicted.peak_device_bytes):
-            yield (
-                f"Between steps, this process held {format_bytes(before)} after step {first} and {format_bytes(now)} "
-                f"after step {last}: {format_bytes(now - before)} more."
-            )
 
 
 def _predicted(failure: Failure) -> str:

@@ -7,15 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from lightning_memguard.core.decision.decision import Decision, HostUse
+from lightning_memguard.core.decision.decision import Budget, Decision, HostUse
 from lightning_memguard.core.decision.record import EpochRecord
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.core.replay.timeline import Timeline
-from lightning_memguard.report.data import budget_data, footprint_data, layer_data, picked
 from lightning_memguard.report.words import COLORS, prediction_of
 
 if TYPE_CHECKING:
-    from lightning_memguard.core.layers.layers import LayerTable
+    from lightning_memguard.core.layers.layers import Layer, LayerTable
 
 _POINTS = 8  # of the curve, or some more
 
@@ -132,3 +131,38 @@ def _record_data(record: EpochRecord) -> dict[str, Any]:
         "error_ratio": record.error_ratio if record.has_error else None,
         "headroom_bytes": record.headroom_bytes,
     }
+
+
+# -- records as plain data, with the unit of every quantity in its name: what JSON files and answers hold
+
+
+def footprint_data(footprint: Footprint) -> dict[str, Any]:
+    """The memory of a step at one batch size."""
+    return {
+        **picked(footprint, "batch_size", "device"),
+        **picked(footprint, "peak_allocated_bytes", "peak_reserved_bytes", "peak_device_bytes", "most_device_bytes"),
+        "low": dict(vars(footprint.low)) if footprint.low else None,
+        "high": dict(vars(footprint.high)) if footprint.high else None,
+        "parts_bytes": dict(footprint.parts),
+        **picked(footprint, "phase", "module", "operator", "method", "correction_bytes", "learned_from"),
+        "step_seconds": footprint.step_seconds and footprint.step_seconds._asdict(),
+        "notes": list(footprint.notes),
+    }
+
+
+def budget_data(budget: Budget) -> dict[str, Any]:
+    """Return the fields of a budget, with the bytes usable after the margin."""
+    return {**vars(budget), "usable_bytes": budget.usable_bytes}
+
+
+def layer_data(layer: Layer) -> dict[str, Any]:
+    """A row of the table by layer."""
+    return {
+        **picked(layer, "name", "type", "output_shape", "calls", "parameters", "trainable_parameters"),
+        **picked(layer, "parameter_bytes", "activation_bytes", "flops", "multiply_adds", "shared_with"),
+    }
+
+
+def picked(record: object, *names: str) -> dict[str, Any]:
+    """Return the named fields of a record, in this order."""
+    return {name: getattr(record, name) for name in names}

@@ -10,7 +10,7 @@ from lightning_memguard.cli.options import devices_here
 from lightning_memguard.cli.status import progress
 from lightning_memguard.core.decision.decision import Budget
 from lightning_memguard.errors import MemGuardError
-from lightning_memguard.report.data import budget_data
+from lightning_memguard.report.page_data import budget_data
 
 HELP = "show the free memory of this machine's devices, and where that figure comes from"
 

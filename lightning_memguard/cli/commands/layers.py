@@ -10,7 +10,7 @@ from lightning_memguard.cli.options import add_device, add_target, one_device, w
 from lightning_memguard.cli.status import progress
 from lightning_memguard.core.layers.textbook import MOMENTS, textbook_sums, weight_memory
 from lightning_memguard.errors import MemGuardError
-from lightning_memguard.report.data import footprint_data
+from lightning_memguard.report.page_data import footprint_data
 
 HELP = "list the memory and FLOPs of each layer, and textbook estimates"
 

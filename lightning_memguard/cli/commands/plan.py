@@ -76,7 +76,10 @@ def run(options: argparse.Namespace) -> bool:
         subject = read_subject(options, say)
         plans, found = [], None
         if options.target_batch is not None:
-            find = partial(_ways, options=options, devices=devices, limits=limits, say=say)
+            from lightning_memguard.training.planning.ways import find_ways
+
+            target, prices = options.target_batch, dict(map(_price, options.price))
+            find = partial(find_ways, samples=target, devices=devices, limits=limits, prices=prices, say=say)
             subject, found = with_memory_if_needed(options, subject, say, find)
         for device in () if found else devices:
             say(f"tracing the step on {device}")
@@ -94,13 +97,6 @@ def run(options: argparse.Namespace) -> bool:
         _print(subject, plans, adviser, advice, files)
         tables.print_layouts(layouts, tables.terminal())
     return any(plan.fits for plan in plans)
-
-
-def _ways(subject: Subject, options: argparse.Namespace, devices: list[str], limits: Limits, say: Say) -> Ways:
-    from lightning_memguard.training.planning.ways import find_ways
-
-    prices = dict(map(_price, options.price))
-    return find_ways(subject, options.target_batch, devices, limits, prices, say=say)
 
 
 def _price(text: str) -> tuple[str, float]:

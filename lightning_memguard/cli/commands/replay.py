@@ -21,7 +21,7 @@ from lightning_memguard.core.replay.history import (
 )
 from lightning_memguard.core.replay.settings import check_replayed
 from lightning_memguard.errors import MemGuardError
-from lightning_memguard.report.data import picked
+from lightning_memguard.report.page_data import picked
 from lightning_memguard.units import parse_bytes
 
 HELP = "replay a memory snapshot under other allocator settings"

@@ -6,7 +6,6 @@ Private names of Lightning were checked on 2.5.0 to 2.6.6.
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -82,18 +81,7 @@ class Pruner:
         for module, name in self._callback._parameters_to_prune:
             mask = getattr(module, f"{name}_mask", None)
             if isinstance(mask, FakeTensor) and isinstance(amount, float):
-                suppose(mask, functools.partial(_zero_share, amount))
-
-
-def _zero_share(share: float, ones: torch.Tensor) -> None:
-    ones.view(-1)[: round(share * ones.numel())].zero_()
-
-
-def pruners(
-    callbacks: Iterable[Callback], module: nn.Module, module_copy: nn.Module, recorder: Recorder
-) -> list[Pruner]:
-    """Lightning's callbacks that prune the module, each with the copy to prune."""
-    return [Pruner(each, module, module_copy, recorder) for each in callbacks if is_a(each, "ModelPruning")]
+                suppose(mask, lambda ones: ones.view(-1)[: round(amount * ones.numel())].zero_())
 
 
 class _Count(int):
@@ -167,11 +155,6 @@ def schedules_accumulation(callbacks: Iterable[Callback]) -> bool:
     return any(is_a(callback, _SCHEDULER) for callback in callbacks)
 
 
-def finds_batch_size(callbacks: Iterable[Callback]) -> bool:
-    """Whether a callback of Lightning will try batch sizes; ``Tuner.scale_batch_size`` adds it for its run."""
-    return any(is_a(callback, "BatchSizeFinder") for callback in callbacks)
-
-
 def learning_rates_tried(callbacks: Iterable[Callback]) -> int:
     """How many learning rates a callback of Lightning, or ``Tuner.lr_find``, will try: one a step; 0 without."""
     finders: list[Any] = [callback for callback in callbacks if is_a(callback, "LearningRateFinder")]
@@ -226,13 +209,9 @@ def may_unfreeze(callbacks: Iterable[object], module: nn.Module, max_epochs: int
     if any(is_a(callback, "BaseFinetuning") for callback in callbacks):
         return True
     is_frozen = any(not parameter.requires_grad for parameter in module.parameters())
-    return is_frozen and any(_unfreezes(type(owner)) for owner in (module, *callbacks))
-
-
-def _unfreezes(owner: type) -> bool:
-    """Whether one of the hooks that run again and again names what sets ``requires_grad``."""
-    names = {name for hook in _LATER_HOOKS for name in _names_in(getattr(owner, hook, None))}
-    return any(name in _UNFREEZES or name.startswith("unfreeze") for name in names)
+    hooks = (getattr(type(owner), hook, None) for owner in (module, *callbacks) for hook in _LATER_HOOKS)
+    names = (name for hook in hooks for name in _names_in(hook))
+    return is_frozen and any(name in _UNFREEZES or name.startswith("unfreeze") for name in names)
 
 
 def _names_in(function: object) -> tuple[str, ...]:

@@ -227,8 +227,9 @@ class LightningProgram(LightningStep):
         recorder.mark_held()
         others: Any = self.trainer
         shadow.marker.averages += callbacks.averages(others.callbacks, self.device, model) if is_fit else []
-        pruners = attempt(lambda: callbacks.pruners(others.callbacks, self.module, model, recorder)) if is_fit else None
-        shadow.marker.pruners = (pruners and pruners.value) or []
+        pruning = [each for each in others.callbacks if is_fit and is_a(each, "ModelPruning")]
+        pruners = attempt(lambda: [callbacks.Pruner(each, self.module, model, recorder) for each in pruning])
+        shadow.marker.pruners = pruners.value or []
         for average in shadow.marker.averages:
             recorder.label(average.tensors, "callbacks")
 

@@ -362,7 +362,9 @@ class PhaseMarkerMixin:
             self.steps[id(optimizer)] = 0
             _call_after_step(optimizer, self.after_optimizer)
         self.recorder.label_held_by(trainer.optimizers)
-        _let_scaler_step(trainer.precision_plugin)
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        if scaler is not None:  # it asks the device whether a gradient overflowed; checked on torch 2.9 to 2.13
+            scaler._maybe_opt_step = lambda optimizer, state, *args, **kwargs: optimizer.step(*args, **kwargs)
         self.on_ready()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
@@ -374,7 +376,11 @@ class PhaseMarkerMixin:
             recorded = min(self.steps.values(), default=index) >= self.steps_recorded
             if (recorded and self.leftovers.are_known(trainer.optimizers)) or index >= _MOST_BATCHES:
                 self.count_what_is_left(index, pl_module)
-                self.later = self.later_batches(index, trainer.optimizers, pl_module)
+                with self.recorder.paused():  # counters move to where a step does more
+                    more = self.recorder.counters.move(trainer.optimizers, pl_module)
+                period = 1 + (index > self.steps_recorded)
+                pruned = period * (1 + 2 * min(_PRUNINGS, self.epochs - 1)) if self.pruners else 0
+                self.later = range(index, index + max(more, pruned) + 1)
         if self.later:
             if index == self.later[-1]:
                 raise StepsDone
@@ -382,14 +388,6 @@ class PhaseMarkerMixin:
                 pl_module.on_train_epoch_start()
         self.recorder.note_batch(batch)
         self.recorder.mark("forward", step=index)
-
-    def later_batches(self, index: int, optimizers: list[Optimizer], pl_module: LightningModule) -> range:
-        """Move counters to where a step does more; return the batches from this one to that before which to stop."""
-        period = 1 + (index > self.steps_recorded)
-        with self.recorder.paused():
-            more = self.recorder.counters.move(optimizers, pl_module)
-        pruned = period * (1 + 2 * min(_PRUNINGS, self.epochs - 1)) if self.pruners else 0
-        return range(index, index + max(more, pruned) + 1)
 
     def count_what_is_left(self, recorded: int, pl_module: LightningModule) -> None:
         """Expect what each batch leaves behind for good once for each batch of an epoch that was not recorded."""
@@ -593,13 +591,6 @@ def _call_after_step(optimizer: Optimizer, call: Callable[[Optimizer], object]) 
         optimizer.step = stepping  # type: ignore[method-assign]
 
 
-def _let_scaler_step(precision: Precision) -> None:
-    """A GradScaler asks the device whether any gradient overflowed; here none did. Checked on torch 2.9 to 2.13."""
-    scaler = getattr(precision, "scaler", None)
-    if scaler is not None:
-        scaler._maybe_opt_step = lambda optimizer, state, *args, **kwargs: optimizer.step(*args, **kwargs)
-
-
 def _precision_of(program: LightningStep) -> Precision:
     """The user's precision plugin, or one for one device that computes alike; or the one asked for instead."""
     plugin, plugins = program.trainer.precision_plugin, lightning_of(program.module).plugins
@@ -610,9 +601,6 @@ def _precision_of(program: LightningStep) -> Precision:
     if not (program.precision or is_a(plugin, "FSDPPrecision")):
         return copy.deepcopy(plugin)
     precision = program.precision or plugin.precision
-    made: Precision
     if precision.endswith("-mixed"):
-        made = plugins.MixedPrecision(precision, program.device.type)
-    else:
-        made = plugins.Precision() if precision == "32-true" else plugins.HalfPrecision(precision)
-    return made
+        return plugins.MixedPrecision(precision, program.device.type)  # type: ignore[no-any-return]
+    return plugins.Precision() if precision == "32-true" else plugins.HalfPrecision(precision)  # type: ignore[no-any-return]

@@ -56,16 +56,13 @@ class Source:
                 return None if self.fixed_because else len(resizing.trial_at(self.loader, 1))
             if isinstance(self.loader.dataset, IterableDataset):
                 return self.largest_of_stream(len(self.loader.dataset))  # type: ignore[arg-type]
-            return self._of_sampler(self.loader)
+            sampler = getattr(self.loader.batch_sampler, "sampler", self.loader.sampler)
+            ranks = 1 if isinstance(sampler, DistributedSampler) else self.ranks
+            size = -(-len(sampler) // ranks)  # type: ignore[arg-type]
+            if self.fixed_because or not resizing.makes_own_batches(self.loader):
+                return size
+            return largest_that(self._fills_a_batch, self.batch_size, size)
         return None if self.end is None or self.fixed_because else self.largest_of_stream(self.end)
-
-    def _of_sampler(self, loader: DataLoader[Any]) -> int:
-        sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
-        ranks = 1 if isinstance(sampler, DistributedSampler) else self.ranks
-        size = -(-len(sampler) // ranks)  # type: ignore[arg-type]
-        if self.fixed_because or not resizing.makes_own_batches(loader):
-            return size
-        return largest_that(self._fills_a_batch, self.batch_size, size)
 
     def _fills_a_batch(self, batch_size: int) -> bool:
         """Whether a batch sampler of the user's own fills its first batch at a size."""
@@ -277,14 +274,10 @@ def epoch_size_for(facts: RunFacts, info: LoaderInfo, min_steps: int | None) -> 
     size = largest_that(lambda size: spoiled_by(facts, info, size, min_steps) is None, own, max(own, most))
     limit = spoiled_by(facts, info, size + 1, min_steps) if size < most else None
     if limit == "min_steps_per_epoch" and not any(resizing.drops_last(each.loader) for each in info.sources):
-        size = _evened(facts, info, size)
+        # the smallest size that makes as few batches: the last one is as full
+        count = batches_taken(facts, info, size) or 0
+        size = own + bisect_left(range(own, size), True, key=lambda at: (batches_taken(facts, info, at) or 0) <= count)
     return (size, limit) if limit else (None, "min_steps_per_epoch")
-
-
-def _evened(facts: RunFacts, info: LoaderInfo, size: int) -> int:
-    """Return the smallest batch size, at least the loader's own, that makes as few batches: the last one is as full."""
-    own, most = info.batch_size, batches_taken(facts, info, size) or 0
-    return own + bisect_left(range(own, size), True, key=lambda each: (batches_taken(facts, info, each) or 0) <= most)
 
 
 _MANY = 1 << 20  # samples of a dataset without a length
@@ -317,23 +310,19 @@ def rewrite_loaders(trainer: Trainer, facts: RunFacts, role: Role, batch_size: C
     """
 
     def change(make_loaders: Callable[[], object]) -> object:
-        size = batch_size()
-        return _resize_all(facts, make_loaders(), role, size)
+        size, loaders = batch_size(), make_loaders()
+        try:
+            info = info_of(facts, loaders, "the loader", role)
+            sized = [(source.loader, info.size_of(source, size)) for source in info.sources]
+            resized = [resizing.resize(loader, own_size, info.fixed_because) for loader, own_size in sized]
+        except Exception as error:  # noqa: BLE001 - a hook may now give others, which are trained with as they are
+            warn(f"MemGuard left the {role} loader as it is: {error}", stacklevel=1)
+            return loaders
+        combined = info.combined
+        combined.flattened = resized
+        return combined if isinstance(loaders, type(combined)) else loader_access.arrange(combined, resized)
 
     return loader_access.intercept_loaders(trainer, role, change)
-
-
-def _resize_all(facts: RunFacts, loaders: object, role: Role, batch_size: int) -> object:
-    """The loaders at a size; unchanged if a hook now gives others, that cannot be resized."""
-    try:
-        info = info_of(facts, loaders, "the loader", role)
-        sized = [(source.loader, info.size_of(source, batch_size)) for source in info.sources]
-        resized = [resizing.resize(loader, size, info.fixed_because) for loader, size in sized]
-    except Exception as error:  # noqa: BLE001 - what the user's hook gave is trained with as it is
-        warn(f"MemGuard left the {role} loader as it is: {error}")
-        return loaders
-    info.combined.flattened = resized
-    return info.combined if isinstance(loaders, type(info.combined)) else loader_access.arrange(info.combined, resized)
 
 
 def loaders_at(facts: RunFacts, known: LoaderInfo, role: Role, batch_size: int) -> object:

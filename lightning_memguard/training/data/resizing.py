@@ -46,7 +46,11 @@ def drops_last(loader: object) -> bool:
 def why_fixed(loader: object, origin: str, *, recreated: bool) -> str:
     """Why a loader's batch size cannot be changed; empty if it can. ``recreated``: Lightning constructs it again."""
     if not isinstance(loader, DataLoader):
-        return _why_foreign_is_fixed(loader, origin)
+        kind = f"{type(loader).__module__.partition('.')[0]}'s {type(loader).__name__}"
+        if not batch_size_setting(loader) or isinstance(loader, Iterator):
+            return f"{origin} is {kind}, not a torch DataLoader, and has no `batch_size` to change"
+        follows = _follows_its_size(loader)
+        return "" if follows else f"{origin} is {kind}, whose batches do not follow its `batch_size`"
     if loader.batch_sampler is None:
         return f"{origin} has batch_size=None: its dataset makes the batches itself"
     own = makes_own_batches(loader)
@@ -58,31 +62,21 @@ def why_fixed(loader: object, origin: str, *, recreated: bool) -> str:
     return f"{origin} is a {name}, which Lightning constructs again and which does not take `batch_size`"
 
 
-def _why_foreign_is_fixed(loader: object, origin: str) -> str:
-    """Say why a loader that is not torch's cannot be resized; empty if its batches follow its ``batch_size``."""
-    kind = f"{type(loader).__module__.partition('.')[0]}'s {type(loader).__name__}"
-    if not batch_size_setting(loader) or isinstance(loader, Iterator):
-        return f"{origin} is {kind}, not a torch DataLoader, and has no `batch_size` to change"
-    return "" if _follows_its_size(loader) else f"{origin} is {kind}, whose batches do not follow its `batch_size`"
-
-
 def _follows_its_size(loader: Any) -> bool:
     """Whether the user's own code makes batches of the size that its attribute says, and counts them by that."""
     try:
         if not isinstance(loader, DataLoader):
             refuse_one_shot(loader)
-        return [first_batch_size(loader, size) for size in (2, 3)] == [2, 3] and _counts_by_its_size(loader)
+        if [first_batch_size(loader, size) for size in (2, 3)] != [2, 3]:
+            return False
+        size = batch_size_setting(loader)
+        if isinstance(loader, DataLoader):
+            doubled = trial_at(loader, 2 * size)
+            count = len(doubled) if hasattr(doubled, "__len__") else 0
+            return not 0 < count <= _MAX_COUNTED or sum(1 for _ in itertools.islice(doubled, count + 1)) == count
+        return not hasattr(loader, "__len__") or len(trial_at(loader, size)) <= len(trial_at(loader, 1)) // size + 1
     except Exception:  # noqa: BLE001 - it may be written in any way; what cannot be tried is left alone
         return False
-
-
-def _counts_by_its_size(loader: Any) -> bool:
-    size = batch_size_setting(loader)
-    if isinstance(loader, DataLoader):
-        doubled = trial_at(loader, 2 * size)
-        count = len(doubled) if hasattr(doubled, "__len__") else 0
-        return not 0 < count <= _MAX_COUNTED or sum(1 for _ in itertools.islice(doubled, count + 1)) == count
-    return not hasattr(loader, "__len__") or len(trial_at(loader, size)) <= len(trial_at(loader, 1)) // size + 1
 
 
 def first_batch_size(loader: Iterable[Any], batch_size: int) -> int:
@@ -117,10 +111,8 @@ def resize(loader: Iterable[Any], batch_size: int, fixed_because: str) -> Iterab
         raise CannotResizeLoaderError(f"{reason}; pass a DataLoader with `batch_size=`.")
     if batch_size_setting(loader) == batch_size:
         return loader
-    return _torch_at(loader, batch_size) if isinstance(loader, DataLoader) else _copy_at(loader, batch_size)
-
-
-def _torch_at(loader: DataLoader[Any], batch_size: int) -> DataLoader[Any]:
+    if not isinstance(loader, DataLoader):
+        return _copy_at(loader, batch_size)  # type: ignore[no-any-return]
     clone = shallow_copy(loader)
     batch_sampler: Any = loader.batch_sampler
     # DataLoader refuses to have these set after construction; a copy has not been iterated yet

@@ -74,27 +74,22 @@ def try_remedies(
     attempts = _Attempts(prediction, batch_size, budget, progress, until, list(itertools.chain(*families)))
     settings = _settings_that_save(prediction, batch_size, budget, request)
     with attempts.children:
-        tried = _tried(attempts, families, combinations=combinations)
-    return replace(tried, advice=in_order([*tried.advice, *settings]))
-
-
-def _tried(attempts: _Attempts, families: Sequence[Family], *, combinations: bool) -> AdviceReport:
-    attempts.start([(family[0],) for family in families])
-    tried = [(family, attempts.mildest([(remedy,) for remedy in family])) for family in families]
-    singles = [(family, found) for family, found in tried if found]
-    best: dict[str, _Single] = {}
-    for single in sorted(singles, key=_worth, reverse=True):
-        best.setdefault(single[0][0].kind, single)
-    # If several groups of blocks could be checkpointed: the one that is worth most.
-    known = [each[1] for each in singles if each[0][0].kind != "checkpointing" or each is best["checkpointing"]]
-    pairs = [*itertools.combinations([*best.values()][:_KINDS_PAIRED], 2)] if combinations else []
-    combined = [[*itertools.product(_paired(first), _paired(second))] for first, second in pairs]
-    attempts.start([degrees[0] for degrees in combined])
-    for (first, second), degrees in zip(pairs, combined, strict=True):
-        pair = attempts.mildest(degrees)
-        if pair and pair.saved_bytes > max(_saved(first), _saved(second)):
-            known.append(pair)
-    return AdviceReport(in_order(known), tuple(attempts.left_out), attempts.not_tried)
+        attempts.start([(family[0],) for family in families])
+        tried = [(family, attempts.mildest([(remedy,) for remedy in family])) for family in families]
+        singles = [(family, found) for family, found in tried if found]
+        best: dict[str, _Single] = {}
+        for single in sorted(singles, key=_worth, reverse=True):
+            best.setdefault(single[0][0].kind, single)
+        # If several groups of blocks could be checkpointed: the one that is worth most.
+        known = [each[1] for each in singles if each[0][0].kind != "checkpointing" or each is best["checkpointing"]]
+        pairs = [*itertools.combinations([*best.values()][:_KINDS_PAIRED], 2)] if combinations else []
+        combined = [[*itertools.product(_paired(first), _paired(second))] for first, second in pairs]
+        attempts.start([degrees[0] for degrees in combined])
+        for ((_, first), (_, second)), degrees in zip(pairs, combined, strict=True):
+            pair = attempts.mildest(degrees)
+            if pair and pair.saved_bytes > max(first.saved_bytes, second.saved_bytes):
+                known.append(pair)
+    return AdviceReport(in_order([*known, *settings]), tuple(attempts.left_out), attempts.not_tried)
 
 
 def setting_that_saves(prediction: Prediction, batch_size: int, share: float) -> tuple[str, int] | None:
@@ -155,10 +150,6 @@ def _worth(single: _Single) -> tuple[float, int]:
 def _paired(single: _Single) -> Family:
     """The degrees of a remedy that are tried with others: of activation checkpointing all blocks."""
     return single[0][-1:] if single[0][0].kind == "checkpointing" else single[0]
-
-
-def _saved(single: _Single) -> int:
-    return single[1].saved_bytes
 
 
 @dataclass

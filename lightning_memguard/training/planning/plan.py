@@ -87,36 +87,33 @@ def plan_on(subject: Subject, device: str, limits: Limits | None = None, measure
         >>> plan.fits, plan.largest.batch_size, plan.budget.device
         (True, 64, 'Tesla T4')
     """
+    size, limits = subject.batch_size, limits or Limits()
     with Captures():
-        return _plan(subject, device, limits or Limits(), measured)
-
-
-def _plan(subject: Subject, device: str, limits: Limits, measured: Path | None) -> Plan:
-    prediction, budget = predict_on(subject, device, limits, measured)
-    proven = prediction.proven_at(subject.batch_size)
-    if proven.compiles:
-        prediction = proven
-    elif proven is not prediction:
-        # A single sample differs from how other sizes grow: tensors of length 1 need no copies to be contiguous. Other
-        # sizes still come from the growth, which is proven when it is used.
-        traces = {**prediction.traces, subject.batch_size: proven.traces[subject.batch_size]}
-        prediction = replace(prediction, traces=traces)
-    request = _request(subject, limits)
-    asked = decide(prediction.footprint_at, budget, replace(request, free_to_choose=False))
-    asked = with_retries(asked, prediction)
-    assert asked.footprint is not None
-    reason = subject.fixed_because or ("" if prediction.scalable else "the step runs at no other size that was tried")
-    plan = Plan(asked, asked.footprint, budget, None, prediction, reason, ranks=subject.ranks)
-    if reason:
-        return plan
-    plan = replace(plan, request=request)
-    try:
-        return replace(plan, largest=_largest(prediction, budget, request, asked))
-    except DoesNotFitError as error:
-        too_large = error.with_traceback(None)  # which would hold on to the search
-        return replace(plan, too_large=too_large, reason=f"{error}{_started_anyway(prediction, budget, request)}")
-    except StepFailsError as error:
-        return replace(plan, reason=str(error))
+        prediction, budget = predict_on(subject, device, limits, measured)
+        proven = prediction.proven_at(size)
+        if proven.compiles:
+            prediction = proven
+        elif proven is not prediction:
+            # A single sample differs from how other sizes grow: tensors of length 1 need no copies to be contiguous.
+            # Other sizes still come from the growth, which is proven when it is used.
+            prediction = replace(prediction, traces={**prediction.traces, size: proven.traces[size]})
+        request = _request(subject, limits)
+        asked = decide(prediction.footprint_at, budget, replace(request, free_to_choose=False))
+        asked = with_retries(asked, prediction)
+        assert asked.footprint is not None
+        other_sizes = prediction.scalable
+        reason = subject.fixed_because or ("" if other_sizes else "the step runs at no other size that was tried")
+        plan = Plan(asked, asked.footprint, budget, None, prediction, reason, ranks=subject.ranks)
+        if reason:
+            return plan
+        plan = replace(plan, request=request)
+        try:
+            return replace(plan, largest=_largest(prediction, budget, request, asked))
+        except DoesNotFitError as error:
+            too_large = error.with_traceback(None)  # which would hold on to the search
+            return replace(plan, too_large=too_large, reason=f"{error}{_started_anyway(prediction, budget, request)}")
+        except StepFailsError as error:
+            return replace(plan, reason=str(error))
 
 
 def _request(subject: Subject, limits: Limits) -> Request:

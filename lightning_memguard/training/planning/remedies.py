@@ -3,30 +3,33 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import methodcaller
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
+from lightning_memguard.core.capture.capture import isolated
 from lightning_memguard.core.capture.naming import written_path
 from lightning_memguard.core.capture.predict import Prediction
-from lightning_memguard.core.capture.program import Program, SwapOptimizer
+from lightning_memguard.core.capture.program import LoopProgram, Program, SwapOptimizer, without_memory
+from lightning_memguard.core.layers.layers import LayerTable, layer_table
 from lightning_memguard.core.trace.trace import Trace
 from lightning_memguard.errors import CannotTraceError
+from lightning_memguard.training.adapter.program import LightningProgram
 from lightning_memguard.training.facts.ranks import attempt
-from lightning_memguard.training.planning.eight_bit_adam import EightBitAdam
-from lightning_memguard.training.planning.selective import BlockCost, costs_of, degrees, table_for
 from lightning_memguard.training.planning.structure import Blocks, Structure, code_of
 
 _BLOCKS_TRIED = 2  # groups of repeated blocks whose checkpointing is tried
 _FIRST_WITH_BF16 = (8, 0)  # compute capability; older GPUs are given float16
 _MOST_SHARES = 10  # a batch is halved fewer times than this
+_DEGREES = (0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0)  # times the bytes that are missing: what a block saves is a guess
+_GRAIN = 1024  # parts of what is missing that the search counts in
 
 
 @dataclass(frozen=True)
@@ -161,6 +164,48 @@ def _of_class(make: Callable[[list[dict[str, Any]]], Optimizer], optimizer: Opti
     return other
 
 
+class EightBitAdam(Optimizer):
+    """Optimizer with the state of ``bitsandbytes.optim.AdamW8bit``; for predictions only, since it updates nothing.
+
+    Two moments of a byte an element, and for each 256 of them a float32 scale; 32 bits for tensors below 4096
+    elements; two tables of 256 float32 for all. The update is one kernel that takes nothing. Read in bitsandbytes 0.49,
+    ``Optimizer2State.init_state`` in bitsandbytes/optim/optimizer.py (blocks had 2048 elements before 0.45).
+    """
+
+    block_elements = 256
+    min_8bit_elements = 4096
+
+    def __init__(self, params: Iterable[Any]) -> None:
+        super().__init__(params, {"lr": 1e-3})
+        self.tables: dict[str, torch.Tensor] = {}
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Make the states of parameters that have a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None and not self.state[parameter]:
+                    self.state[parameter] = self._states_of(parameter)
+        return loss
+
+    def _states_of(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+        small = parameter.numel() < self.min_8bit_elements
+        dtype = torch.float32 if small else torch.uint8
+        moments = {f"state{at}": torch.zeros_like(parameter, dtype=dtype) for at in (1, 2)}
+        if small:
+            return moments
+        blocks = -(-parameter.numel() // self.block_elements)
+        for at in (1, 2):
+            if f"qmap{at}" not in self.tables:
+                self.tables[f"qmap{at}"] = parameter.new_empty(256, dtype=torch.float32)
+            moments[f"absmax{at}"] = parameter.new_zeros(blocks, dtype=torch.float32)
+        return {**moments, **self.tables}
+
+
 _FASTER_OPTIMIZERS = (
     _optimizer(
         "fused optimizer",
@@ -225,7 +270,7 @@ def _degrees_of_checkpointing(
 ) -> Iterator[Family]:
     """Checkpointing of all blocks, and if there is a budget, before it of as few as may be enough."""
     missing = prediction.footprint_at(batch_size).most_device_bytes - (usable_bytes or math.inf)
-    known = attempt(lambda: table_for(prediction.program, batch_size)).value if missing > 0 else None
+    known = attempt(lambda: _table_for(prediction.program, batch_size)).value if missing > 0 else None
     for every in checkpointing(structure, prediction.trace_at(batch_size)):
         switched = (each for each in structure.blocks if each.switched) if structure.switches else ()
         fits = [each for each in structure.blocks if each.name == every.name.partition(" of ")[2]] or [*switched]
@@ -233,8 +278,10 @@ def _degrees_of_checkpointing(
             yield (every,)
             continue
         blocks = max(fits, key=lambda each: len(each.paths))
-        costs = costs_of(known, blocks.paths)
-        some = (_of_some(structure, blocks, every, chosen, costs) for chosen in degrees(costs, int(missing)))
+        costs = _costs_of(known, blocks.paths)
+        # from too few blocks to more than enough, never all
+        chosen = dict.fromkeys(cheapest(costs, int(times * int(missing))) for times in _DEGREES)
+        some = (_of_some(structure, blocks, every, each, costs) for each in chosen if 0 < len(each) < len(costs))
         yield (*some, every)
 
 
@@ -297,3 +344,51 @@ def _freeze(module_copy: nn.Module, head: str) -> None:
     for parameter in module_copy.parameters():
         if not parameter.requires_grad:
             parameter.grad = None  # of the batches before, if a plain loop accumulates
+
+
+# -- the blocks to compute again so that a step just fits: a guess from the table by layer; several degrees are captured
+
+
+class BlockCost(NamedTuple):
+    """A block by its path: bytes that it keeps besides its input, and FLOPs of its forward pass."""
+
+    path: str
+    nbytes: int
+    flops: int
+
+
+def _table_for(program: Program, batch_size: int) -> LayerTable:
+    if isinstance(program, LightningProgram):
+        return isolated(lambda: program.layer_table(batch_size))
+    if not isinstance(program, LoopProgram):
+        raise CannotTraceError(f"{type(program).__name__} has no table by layer")
+    batch = without_memory(program.families[0], batch_size)
+    gpu, step = program.gpu, program.step
+    return isolated(lambda: layer_table(program.model, batch, batch_size=batch_size, step=step, gpu=gpu))
+
+
+def _costs_of(table: LayerTable, paths: Sequence[str]) -> list[BlockCost]:
+    """Return the bytes and FLOPs of each block; a checkpoint keeps its input, taken to be as large as its output."""
+    found = []
+    for path in paths:
+        rows = [each for each in table.layers if each.name == path or each.name.startswith(f"{path}.")]
+        kept, flops = (sum(getattr(row, of) for row in rows) for of in ("activation_bytes", "flops"))
+        found.append(BlockCost(path, max(0, kept - sum(row.output_bytes for row in rows[:1])), flops))
+    return found
+
+
+def cheapest(costs: Sequence[BlockCost], nbytes: int) -> tuple[BlockCost, ...]:
+    """The blocks that save so many bytes for the fewest FLOPs, the first ones among equals; empty if all save less.
+
+    Blocks that run first are best: when these are computed again, the others have given back what they keep.
+
+    >>> cheapest([BlockCost("a", 10, 9), BlockCost("b", 10, 2), BlockCost("c", 5, 1), BlockCost("d", 5, 1)], 15)
+    (BlockCost(path='b', nbytes=10, flops=2), BlockCost(path='c', nbytes=5, flops=1))
+    """
+    best: dict[int, tuple[int, tuple[BlockCost, ...]]] = {0: (0, ())}
+    for cost in costs:
+        for saved, (flops, chosen) in [*best.items()]:
+            more = min(_GRAIN, saved + math.ceil(cost.nbytes * _GRAIN / max(1, nbytes)))
+            if flops + cost.flops < best.get(more, (math.inf,))[0]:
+                best[more] = flops + cost.flops, (*chosen, cost)
+    return best.get(_GRAIN, (0, ()))[1]

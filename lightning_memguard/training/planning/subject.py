@@ -296,7 +296,8 @@ def program_of(subject: Subject, target: Target) -> Program:
     model = subject.model
     if subject.training and subject.step is None:
         raise MemGuardError(f"A {type(model).__name__} is not a LightningModule: give step=(model, batch) -> loss.")
-    step, device = subject.step or _inference(model), target.device
+    hook, device = own_hook(model, *_EVALUATES), target.device
+    step = subject.step or (lambda each, batch: getattr(each, hook)(batch, 0) if hook else each(batch))
     loop = model, subject.batches, step, subject.optimizer, device, subject.precision, subject.training, target.gpu
     if subject.strategy is None:
         return LoopProgram(*loop, context=subject.context)
@@ -414,11 +415,6 @@ def _forward(subject: Subject) -> Step | None:
     if isinstance(batch, (list, tuple)) and len(batch) > 1:  # the last is what to learn
         return lambda module_copy, given: module_copy(*given[:-1])
     return None
-
-
-def _inference(model: nn.Module) -> Step:
-    hook = own_hook(model, *_EVALUATES)
-    return lambda module_copy, batch: getattr(module_copy, hook)(batch, 0) if hook else module_copy(batch)
 
 
 _EVALUATES = ("predict_step", "validation_step")

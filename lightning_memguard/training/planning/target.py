@@ -88,20 +88,16 @@ def target_and_budget(name: str, limits: Limits, model: nn.Module) -> tuple[Targ
     device = check_device(name)
     if isinstance(device, Gpu) or (device.type == "cuda" and not torch.cuda.is_available()):
         target = target_of(name)
-        assert target.gpu is not None
-        return target, _catalogue_budget(target.gpu, limits)
+        gpu, given = target.gpu, limits.budget_bytes
+        assert gpu is not None
+        free, source = (gpu.memory_bytes, "catalogue") if given is None else (given, "given")
+        if free > gpu.memory_bytes:
+            raise MemGuardError(
+                f"budget={format_bytes(free)} is more than the {gpu.name} has: {format_bytes(gpu.memory_bytes)}. Give "
+                "less, or a larger GPU."
+            )
+        return target, Budget(gpu.memory_bytes, free, int(free * limits.margin), source, gpu.name)
     held_bytes = part_bytes({"model": [*model.parameters(), *model.buffers()]}, device.type)["model"]
     # before `target_of` measures the context, which opens it
     budget = read_budget(device, budget=limits.budget_bytes, margin=limits.margin, already_held_bytes=held_bytes)
     return target_of(name, model), budget
-
-
-def _catalogue_budget(gpu: Gpu, limits: Limits) -> Budget:
-    given = limits.budget_bytes
-    free, source = (gpu.memory_bytes, "catalogue") if given is None else (given, "given")
-    if free > gpu.memory_bytes:
-        raise MemGuardError(
-            f"budget={format_bytes(free)} is more than the {gpu.name} has: {format_bytes(gpu.memory_bytes)}. Give "
-            "less, or a larger GPU."
-        )
-    return Budget(gpu.memory_bytes, free, int(free * limits.margin), source, gpu.name)

@@ -344,7 +344,12 @@ class Again:
             try:
                 at_once = passes.learn(min(most, samples - 1))
                 learned = True
-                return self._finish(step, passes, at_once)
+                step.before_parts()
+                passes.run(at_once)
+                result = step.finished()
+                self._quietly(self.state.watch, None)
+                self.policy.rescued(step.place, self.part_of(step, 0, passes.total), passes.largest, passes.changes)
+                return result
             except BaseException as error:
                 passes.undo()
                 if learned or not isinstance(error, Refused):
@@ -353,14 +358,6 @@ class Again:
             finally:
                 self._quietly(passes.close, None)
         raise reason or Refused("its batch cannot be cut by sample")
-
-    def _finish(self, step: Step, passes: Passes, at_once: int) -> Any:
-        step.before_parts()
-        passes.run(at_once)
-        result = step.finished()
-        self._quietly(self.state.watch, None)
-        self.policy.rescued(step.place, self.part_of(step, 0, passes.total), passes.largest, passes.changes)
-        return result
 
     @abstractmethod
     def install(self) -> None:

@@ -240,7 +240,11 @@ class Flow(TorchDispatchMode):
             self.check_writes()
         info = rules.info_of(func)
         if info.name in ("detach", "alias"):  # saving a tensor for the backward pass detaches it
-            return self._alias(func, args, kwargs)
+            layout = get(args[0], self.token) if self.is_single else self.layout(args[0])
+            out = func(*args, **kwargs)
+            if layout is not None:
+                put(out, self.token, layout)
+            return out
         if info.is_composite:
             with self:
                 return func.decompose(*args, **kwargs)
@@ -277,19 +281,16 @@ class Flow(TorchDispatchMode):
             out = self._draw_own(kernel, call) if "dropout" in call.arguments else kernel(*args)
         return out if self.is_single and not self.recomputes else self._after(call, out)
 
-    def _alias(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        layout = get(args[0], self.token) if self.is_single else self.layout(args[0])
-        out = func(*args, **kwargs)
-        if layout is not None:
-            put(out, self.token, layout)
-        return out
-
     def _before(self, call: rules.OperatorCall) -> None:
         """Refuse what must not run, and keep what it writes to."""
         self.pending |= call.pending
         self._check(call)
-        if self._raw:
-            self._check_raw(call)
+        if self._raw:  # memory that no operator has written to: an unknown kernel may have
+            written = {storage_of(tensor) for tensor in call.written()} if call.info.written else set()
+            read = self._raw.intersection(map(storage_of, call.tensors)) - written
+            if read and call.info.name not in rules.VIEWS:
+                raise refuse(f"{call.info.name} reads what a kernel has written that does not go through PyTorch")
+            self._raw -= written
         if call.info.written:
             self._before_write(call)
             if self.noted is not None:
@@ -306,15 +307,6 @@ class Flow(TorchDispatchMode):
             self._before_write(call)
         drawn = next(self.to_draw, None) if info.draws else None
         return info.func(*args, **kwargs) if drawn is None else self._draw(info.func, call, drawn)
-
-    def _check_raw(self, call: rules.OperatorCall) -> None:
-        """Refuse to read memory that no operator has written to: an unknown kernel did."""
-        written = {storage_of(tensor) for tensor in call.written()} if call.info.written else set()
-        for tensor in call.tensors:
-            key = storage_of(tensor)
-            if key in self._raw and key not in written and call.info.name not in rules.VIEWS:
-                raise refuse(f"{call.info.name} reads what a kernel has written that does not go through PyTorch")
-        self._raw -= written
 
     def _check(self, call: rules.OperatorCall) -> None:
         """Refuse functions that must not run at all."""
@@ -347,7 +339,6 @@ class Flow(TorchDispatchMode):
         return found[place]
 
     def _layouts(self, call: rules.OperatorCall) -> list[Layout]:
-        """Return the layouts of an operator's results."""
         expands = call.info.name == "expand" and call.kinds == {"whole"}
         if self.sized is not None and expands:
             rules.check_gradient("expand", call.tensors[0], call.layouts[0])
@@ -454,7 +445,6 @@ class Flow(TorchDispatchMode):
     # -- random numbers
 
     def _run_random(self, call: rules.OperatorCall) -> Any:
-        """Run an operator that may draw random numbers."""
         rows = next((layout for layout in call.layouts if layout.kind == "rows"), None)
         layout = self.sized or rows
         drawn = None if layout is None else rules.drawn_like(call, layout)

@@ -149,7 +149,9 @@ class Passes:
             Refused: the step in parts would be, or might be, another step.
             BaseException: what a part of one sample raised, of memory that ran out.
         """
-        self._refuse_hooks()
+        for name, parameter in self.module.named_parameters():
+            if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+                raise Refused(f"a hook works on the gradient of `{name}`")
         if self.step.failed:
             norms = (each for each in self.module.modules() if isinstance(each, _BatchNorm))
             statistics = (buffer for each in norms for buffer in each.buffers())
@@ -190,7 +192,8 @@ class Passes:
             raise Refused("one sample may fit, but not the forward pass of two, which shows how samples lie") from None
 
     def _learn_from(self, start: int, stop: int, *, extends: bool) -> None:
-        with torch.autograd.graph.saved_tensors_hooks(_drop, _keep), self._pass(start, stop, extends=extends):
+        keeps_nothing = torch.autograd.graph.saved_tensors_hooks(lambda _: None, _refuse_backward)
+        with keeps_nothing, self._pass(start, stop, extends=extends):
             try:
                 result = self.step.forward(self._part(start, stop), final=False, is_last=False)
             except Waits:
@@ -234,7 +237,7 @@ class Passes:
             Refused: a part computed something else than before.
             BaseException: what a part raised that is not due to memory, or that holds a single sample.
         """
-        self.reductions.ties = {place for place in self.totals.found if self.totals.reached_twice(place)}
+        self.reductions.ties = self.totals.ties()
         self.totals.begin()
         self._range(0, self.total, most)
         self.totals.check()
@@ -369,13 +372,6 @@ class Passes:
             self.flow.custom_returned = None
             self.flow.idle = self.flow.recomputes = False
 
-    # -- what changes gradients
-
-    def _refuse_hooks(self) -> None:
-        for name, parameter in self.module.named_parameters():
-            if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-                raise Refused(f"a hook works on the gradient of `{name}`")
-
 
 @dataclass(frozen=True)
 class _Kept:
@@ -398,11 +394,7 @@ def _joined(outputs: list[Any]) -> Any:
     return rebuilt(last, {key: _joined([each[key] for each in every]) for key in children})
 
 
-def _drop(_: torch.Tensor) -> None:
-    return None
-
-
-def _keep(_: object) -> torch.Tensor:
+def _refuse_backward(_: object) -> torch.Tensor:
     raise Refused("it runs a backward pass of its own")
 
 

@@ -114,7 +114,8 @@ class Totals:
 
     def add(self, place: int, kind: str, own: torch.Tensor, *, pending: bool, samples: int) -> None:
         """A part contributes to a reduction."""
-        wide = _wide(own)
+        own = own.detach()  # in a type that sums of many do not round in
+        wide = own.double() if own.is_floating_point() and own.device.type != "mps" else own.clone()
         if place in self.found:
             self.found[place].add(wide, pending, samples)
         else:
@@ -140,12 +141,10 @@ class Totals:
         """Copy the findings so far, to go back to."""
         return {place: replace(total, each=[*total.each]) for place, total in self.found.items()}
 
-    def reached_twice(self, place: int) -> bool:
-        """Whether two parts have the same largest (or smallest) value, so that its gradient belongs to both."""
-        total = self.found.get(place)
-        if total is None or total.kind == "sum":
-            return False
-        return bool((self._reached(place, total.value) > 1).any())
+    def ties(self) -> set[int]:
+        """The places of largest (or smallest) values that two parts have, so that their gradient belongs to both."""
+        of_values = {place: total.value for place, total in self.found.items() if total.kind != "sum"}
+        return {place for place, value in of_values.items() if bool((self._reached(place, value) > 1).any())}
 
     def _reached(self, place: int, whole: torch.Tensor) -> torch.Tensor:
         """By how many parts each element of a largest (or smallest) value is reached."""
@@ -173,14 +172,6 @@ def _reaches(own: torch.Tensor, whole: torch.Tensor, dtype: torch.dtype) -> torc
         return own == whole
     eps = torch.finfo(dtype).eps
     return torch.isclose(own.double(), whole.double(), rtol=_ROUNDED * eps if eps < _HALF else 2 * eps, atol=0)
-
-
-def _wide(own: torch.Tensor) -> torch.Tensor:
-    """A contribution, in a type that sums of many do not round in."""
-    own = own.detach()
-    if own.is_floating_point() and own.device.type != "mps":
-        return own.double()
-    return own.clone()
 
 
 def _magnitude(own: torch.Tensor) -> float:
@@ -478,8 +469,16 @@ class Reductions(TorchFunctionMode):
     def _reduced(self, name: str, x: torch.Tensor, layout: Layout, args: Args, kwargs: Named) -> Any:
         rewrite, parameters = _REWRITES[name]
         given = dict(zip(parameters, args[1:], strict=False)) | kwargs
-        dims = self._reduced_dims(given, x)
-        if layout.dim not in (dims if dims is not None else range(self._rank(x))):
+        if "axis" in given:
+            given["dim"] = given.pop("axis")
+        if isinstance(given.get("dim"), bool):
+            given["unbiased"] = given.pop("dim")
+        dim, rank = given.get("dim"), self._rank(x)
+        if dim is None or dim in ((), []):
+            dims = None
+        else:
+            dims = {each % rank for each in ([dim] if isinstance(dim, int) else dim)}
+        if layout.dim not in (range(rank) if dims is None else dims):
             return _NO
         with self:
             return rewrite(self, x, dims, given)
@@ -489,16 +488,6 @@ class Reductions(TorchFunctionMode):
         out = func(*args, **kwargs)
         self._end_call(func, func.__name__, tuple(each for each in args if type(each) is not int), kwargs, out)
         return out
-
-    def _reduced_dims(self, given: Named, x: torch.Tensor) -> set[int] | None:
-        if "axis" in given:
-            given["dim"] = given.pop("axis")
-        if isinstance(given.get("dim"), bool):
-            given["unbiased"] = given.pop("dim")
-        dim = given.get("dim")
-        if dim is None or dim in ((), []):
-            return None
-        return {each % self._rank(x) for each in ([dim] if isinstance(dim, int) else dim)}
 
     def _with_sizes(self, func: Function, name: str, args: Args, kwargs: Named) -> Any:
         if name in _ARITHMETIC:

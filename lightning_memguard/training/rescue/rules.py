@@ -252,9 +252,9 @@ def _by_rule(call: OperatorCall) -> list[Layout]:
     if rule is not None:
         found = rule(call)
         return found if isinstance(found, list) else [found] * len(call.outs)
-    if "reduction" in call.arguments:
-        return _loss(call)
-    if call.info.pointwise:
+    if call.arguments.get("reduction", 0) != 0:
+        raise refuse(f"{call.info.name} over the samples, inside of one function")
+    if "reduction" in call.arguments or call.info.pointwise:
         return [pointwise(call)] * len(call.outs)
     raise refuse(f"it is unknown whether {call.info.name} mixes samples")
 
@@ -348,7 +348,7 @@ def _keep(call: OperatorCall) -> Layout:
     return replace(layout, kind="rows", into=0) if call.info.name.endswith("_like") else layout
 
 
-@_rule("new_empty new_zeros new_ones new_full new_empty_strided")
+@_rule("new_empty new_zeros new_ones new_full new_empty_strided _linalg_check_errors")
 def _new(_: OperatorCall) -> Layout:
     return CONSTANT
 
@@ -358,21 +358,14 @@ def _view(call: OperatorCall) -> Layout:
     (x, layout), y = call.first, call.outs[0]
     samples = x.shape[layout.dim] // (layout.outer * layout.inner)
     left, before = math.prod(x.shape[: layout.dim]) * layout.outer, 1
-    if samples == 0:
-        return _view_of_nothing(layout, y)
-    for dim, size in enumerate(y.shape):
+    if samples == 0 and 0 in y.shape:
+        return replace(layout, dim=y.shape.index(0))
+    for dim, size in enumerate(y.shape) if samples else ():
         if left % before == 0 and size % (left // before * samples) == 0:
             outer = left // before
             return replace(layout, dim=dim, outer=outer, inner=size // (outer * samples))
         before *= size
     raise refuse("view cuts through the samples")
-
-
-def _view_of_nothing(layout: Layout, y: torch.Tensor) -> Layout:
-    dim = next((dim for dim, size in enumerate(y.shape) if size == 0), None)
-    if dim is None:
-        raise refuse("view cuts through the samples")
-    return replace(layout, dim=dim)
 
 
 @_rule("t transpose permute numpy_T")
@@ -568,11 +561,6 @@ def _matrices(call: OperatorCall) -> list[Layout]:
     return [layout] * len(call.outs)
 
 
-@_rule("_linalg_check_errors")
-def _errors(_: OperatorCall) -> list[Layout]:
-    return []
-
-
 @_rule("diagonal")
 def _diagonal(call: OperatorCall) -> Layout:
     x, layout = call.first
@@ -742,12 +730,6 @@ def _ctc(call: OperatorCall) -> list[Layout]:
     return [Layout("rows", 0)] * len(call.outs)
 
 
-def _loss(call: OperatorCall) -> list[Layout]:
-    if call.get("reduction") != 0:
-        raise refuse(f"{call.info.name} over the samples, inside of one function")
-    return [pointwise(call)] * len(call.outs)
-
-
 @_rule("nonzero")
 def _nonzero(call: OperatorCall) -> Layout:
     """A column of places of samples, and others; see `_select`."""
@@ -888,9 +870,13 @@ def draw_whole(call: OperatorCall, drawn: Drawn, total: int, take: Take) -> Any:
     if name in ("rand_like", "randn_like", "randint_like") or (name == "bernoulli" and len(call.args) == 2):
         return take(_drawn_like(call, drawn, total)).clone()
     if name in ("rand", "randn", "randint") and not call.tensors:
-        return take(_drawn_of_size(call, layout, total)).clone()
+        place = next(place for place, value in enumerate(call.args) if isinstance(value, (list, tuple)))
+        sizes = list(call.args[place])
+        sizes[layout.dim] = layout.outer * total * layout.inner
+        return take(call.info.func(*call.args[:place], sizes, *call.args[place + 1 :], **call.kwargs)).clone()
     if name == "native_dropout":
-        return _dropped(call, take(_drawn_like(call, drawn, total)[1]))
+        mask, p = take(_drawn_like(call, drawn, total)[1]), call.get("p")
+        return call.args[0] * mask * (1 / (1 - p) if p < 1 else 0), mask.clone()
     return None
 
 
@@ -901,18 +887,6 @@ def _drawn_like(call: OperatorCall, drawn: Drawn, total: int) -> Any:
     shape[drawn.layout.dim] = drawn.layout.outer * total * drawn.layout.inner
     whole = torch.empty_permuted(shape, drawn.order, dtype=tensor.dtype, device=tensor.device)
     return call.info.func(whole.fill_(1), *call.args[1:], **call.kwargs)
-
-
-def _drawn_of_size(call: OperatorCall, layout: Layout, total: int) -> Any:
-    place = next(place for place, value in enumerate(call.args) if isinstance(value, (list, tuple)))
-    sizes = list(call.args[place])
-    sizes[layout.dim] = layout.outer * total * layout.inner
-    return call.info.func(*call.args[:place], sizes, *call.args[place + 1 :], **call.kwargs)
-
-
-def _dropped(call: OperatorCall, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    p = call.get("p")
-    return call.args[0] * mask * (1 / (1 - p) if p < 1 else 0), mask.clone()
 
 
 VIEWS = {"view", "_unsafe_view", "unsqueeze", "squeeze", "expand", "permute", "transpose", "t", "alias", "detach",

@@ -393,7 +393,8 @@ class StepState:
                 return _unknown(f"the buffer `{name[5:]}` in place" if is_buffer else f"the tensor `{name}` in place")
         known = {id(cell.container) for cell in noted.cells}
         for cell, saved in zip(noted.cells, noted.saved, strict=True):
-            if cell.kind is _LARGE and len(cell.container) != saved and not _has_grown(cell.container, saved):
+            is_longer = isinstance(cell.container, list) and cell.kind is _LARGE and len(cell.container) > saved
+            if cell.kind is _LARGE and len(cell.container) != saved and not is_longer:
                 return _unknown(f"`{cell.name}`")
             is_walked = cell.depth and cell.kind.compares and _length(cell, saved) <= _WALKED
             for key, each in _entries(cell, saved) if is_walked and len(known) < _MOST_CELLS else ():
@@ -639,19 +640,10 @@ def _put_training(modules: list[dict[str, Any]], saved: list[bool]) -> None:
         attributes["training"] = training
 
 
-def _put_no_buffers(modules: list[dict[str, Any]], _: object) -> None:
-    for buffers in modules:
-        buffers.clear()
-
-
 def _put_requires_grad(parameters: list[nn.Parameter], saved: list[bool]) -> None:
     for parameter, requires_grad in zip(parameters, saved, strict=True):
         if parameter.requires_grad != requires_grad:
             parameter.requires_grad_(requires_grad)
-
-
-def _has_grown(container: object, length: int) -> bool:
-    return isinstance(container, list) and len(container) > length
 
 
 def _slots(thing: object) -> dict[str, Any]:
@@ -700,7 +692,7 @@ _LIST = _Kind(tuple, enumerate, _put_list, lambda each: [*enumerate(each)])
 _SET = _Kind(frozenset, _nothing, _put_set, _nothing)
 _SLOTS = _Kind(_slots, dict.items, _put_slots, lambda each: _slots(each).items(), object.__setattr__, "{0}.{1}")
 _SIZE = _Kind(len, _nothing, lambda *_: None, _nothing)  # all is listed again if it changes
-_NO_BUFFERS = _SIZE._replace(save=any, put=_put_no_buffers)
+_NO_BUFFERS = _SIZE._replace(save=any, put=lambda modules, _: [buffers.clear() for buffers in modules])
 _TRAINING = _SIZE._replace(save=lambda layers: [*map(itemgetter("training"), layers)], put=_put_training)
 _REQUIRES_GRAD = _SIZE._replace(
     save=lambda parameters: [*map(attrgetter("requires_grad"), parameters)], put=_put_requires_grad

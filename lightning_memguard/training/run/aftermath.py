@@ -87,30 +87,23 @@ _FULL = re.compile(r"unable to (?:allocate shared memory|write to file </torch|r
 
 def worker_note(error: BaseException, host: HostUse | None, kills_before: int | None) -> str:
     """Say why a loader's worker died of memory; empty for other errors. ``kills_before``: `oom_kills` at setup."""
-    text, signals = "\n".join(map(str, _chain(error))), _signals_of(error)
+    text = "\n".join(map(str, _chain(error)))
+    # the loader may have caught the error that names the signal
+    frames = [frame for each in _chain(error) for frame, _ in walk_tb(each.__traceback__)]
+    codes = [worker.exitcode or 0 for frame in frames for worker in frame.f_locals.get("failed_workers", ())]
+    signals = {Signals(-code).name for code in codes if code < 0}
     is_full = "SIGBUS" in signals or "signal: Bus error" in text or ("DataLoader worker" in text and _FULL.search(text))
     if not is_full and "SIGKILL" not in signals and "signal: Killed" not in text:
         return ""
-    kills = oom_kills()
+    kills, children = oom_kills(), psutil.Process().children
+    own = attempt(lambda: sum(child.memory_info().rss - child.memory_info().shared for child in children())).value
     return worker_words(
         psutil.disk_usage("/dev/shm").total if is_full else None,  # noqa: S108 - nothing is written there
         host.shared_bytes if host else 0,
-        attempt(_of_children).value or 0,
+        own or 0,
         available_memory(),
         None if kills is None or kills_before is None else kills - kills_before,
     )
-
-
-def _signals_of(error: BaseException) -> set[str]:
-    """The signals that ended the workers that the loader names; it may have caught the error that says so."""
-    frames = [frame for each in _chain(error) for frame, _ in walk_tb(each.__traceback__)]
-    codes = [worker.exitcode or 0 for frame in frames for worker in frame.f_locals.get("failed_workers", ())]
-    return {Signals(-code).name for code in codes if code < 0}
-
-
-def _of_children() -> int:
-    """Memory of the process's children that they do not share with it."""
-    return sum(child.memory_info().rss - child.memory_info().shared for child in psutil.Process().children())
 
 
 def oom_kills() -> int | None:

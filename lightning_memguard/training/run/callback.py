@@ -71,7 +71,10 @@ def _guarded(hook: _Hook) -> _Hook:
                 attempt(self._close)
                 if isinstance(error, MemGuardError):
                     raise
-            self._announce_failure(arguments[0], hook.__name__, error)
+            if hook.__name__ not in self._failed and arguments[0].is_global_zero:
+                self._failed.add(hook.__name__)
+                without = f"MemGuard failed in {hook.__name__}, and the run goes on without what that does"
+                warn(f"{without}: {reason_of(error)}")
 
     return cast("_Hook", call)
 
@@ -282,7 +285,11 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
             _say_once(newer)
         engine = attempt(lambda: importlib.import_module(_ENGINE))
         if engine.value is None:
-            self._step_aside(trainer, engine.reason)
+            kept = 0, 0, trainer.accumulate_grad_batches
+            self._last_run = None
+            self._known_decision = Decision(*kept, "stepped aside", None, None, "request", engine.reason)
+            if trainer.is_global_zero:
+                warn(f"MemGuard did not tune this run: {engine.reason}", stacklevel=3)
             return
         folders = self._folders = self._folders or WeakKeyDictionary()
         run: GuardedRun = engine.value.GuardedRun(
@@ -297,13 +304,6 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
         missing = gaps("every run", "lightning", "operators", trainer=trainer)
         if missing and trainer.is_global_zero and "does not have" not in run.decision.reason:
             warn(f"MemGuard does less in this run: {missing}.", stacklevel=3)
-
-    def _step_aside(self, trainer: Trainer, reason: str) -> None:
-        accumulate = trainer.accumulate_grad_batches
-        self._last_run = None
-        self._known_decision = Decision(0, 0, accumulate, "stepped aside", None, None, "request", reason)
-        if trainer.is_global_zero:
-            warn(f"MemGuard did not tune this run: {reason}", stacklevel=4)
 
     def _check(self, trainer: Trainer, stage: str) -> None:
         guards = sum(isinstance(callback, MemGuard) for callback in trainer.callbacks)  # type: ignore[attr-defined]
@@ -342,13 +342,11 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
             if not self._run.is_decided:
                 self._run.announce()
             self._run.start()
-            self._run.write_snapshot()
 
     @_guarded
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Count what the other callbacks hold by now; start measuring, now that any checkpoint is out of memory."""
+        """Start measuring, now that any checkpoint is out of memory."""
         if self._run:
-            self._run.recheck_fixed_size()
             self._run.start_measuring()
 
     @_guarded
@@ -373,8 +371,7 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
         """Warn of a batch that is larger than predicted."""
         if self._run:
-            self._run.record_step()
-            self._run.check_peak(batch_idx)
+            self._run.start_batch(batch_idx)
             self._run.check_batch("train", batch, batch_idx)
 
     @_guarded
@@ -411,10 +408,8 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Record a run that only validates, tests or predicts."""
         run = self._run
-        if run and not run.trains:
-            record = run.end_evaluation()
-            if record:
-                self.evaluations[run.stage] = record
+        if run and not run.trains and (record := run.end_evaluation()):
+            self.evaluations[run.stage] = record
 
     on_test_end = on_predict_end = on_validation_end
 
@@ -442,10 +437,3 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
         run, self._run = self._run, None
         if run:
             run.close()
-
-    def _announce_failure(self, trainer: Trainer, hook: str, error: Exception) -> None:
-        if hook in self._failed or not trainer.is_global_zero:
-            return
-        self._failed.add(hook)
-        text = f"MemGuard failed in {hook}, and the run goes on without what that does: {reason_of(error)}"
-        warn(text, stacklevel=3)

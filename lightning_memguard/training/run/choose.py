@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, cast
 
 from lightning_memguard.core.capture.capture import Captures, trusted_child
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 _MOST_ROUNDS = 5
-_MEMORY: LimitedBy = "memory"
 
 Choice = tuple[Decision, RunProfile]
 
@@ -48,14 +46,12 @@ class _Terms:
 
     @classmethod
     def of(cls, profile: RunProfile) -> _Terms:
-        """Read the values from a profile."""
         validation = profile.validation
         size, step = validation.batch_size if validation else None, profile.prediction
         extra = tuple(profile.extra.items())
         return cls(profile.budget, profile.request, size, extra, step.context_bytes, step.learned)
 
     def applied_to(self, profile: RunProfile) -> RunProfile:
-        """Return the profile with these values."""
         validation = profile.validation
         if validation is not None and self.validation_batch_size is not None:
             validation = replace(validation, batch_size=self.validation_batch_size)
@@ -135,7 +131,10 @@ class Planner:
         decision, chosen = _choice(profile, self._settings)
         if profile.request.prefers_fast and decision.footprint:
             decision, chosen = _fast((decision, chosen), profile, self._settings, self._speed)
-        if self._settings.divides and _is_cut(decision, profile.request, self._settings):
+        asked, most = profile.request, self._settings.max_batch_size
+        by_memory = decision.limited_by in ("memory", "max_batch_size", "last_batch")  # of this rank or another
+        is_cut = by_memory and decision.batch_size < asked.batch_size <= (most or asked.batch_size)
+        if self._settings.divides and asked.free_to_choose and is_cut:
             decision, chosen = _divided((decision, chosen), profile, self._settings)
         if self._run.program.gpu is None and self._settings.prefer == "largest" and decision.footprint:
             # the CPU's speed would have to be measured, in every fit
@@ -150,14 +149,18 @@ def choose(profile: RunProfile, ranks: Ranks, planner: Planner) -> Choice:
         DoesNotFitError: even the smallest size does not fit, on some rank.
         CannotTraceError: the ranks come to no size that runs on all of them.
     """
-    asked, limit = profile, _MEMORY
+    asked = profile
+    limit: LimitedBy = "memory"
     for _ in range(_MOST_ROUNDS):
         decision, chosen = ranks.agree(planner.choose(asked))
         proposals = ranks.gather((decision.batch_size, decision.validation_batch_size or 0, decision.limited_by))
         sizes = [(size, size_val) for size, size_val, _ in proposals]
         least, least_val = min(size for size, _ in sizes), min(size for _, size in sizes)
         if all(size == (least, least_val) for size in sizes):
-            return _with_common_limit(decision, sizes, profile.request, limit), chosen
+            most = profile.request.max_batch_size
+            if len(sizes) > 1 and decision.limited_by == "max_batch_size" and (not most or decision.batch_size < most):
+                decision = replace(decision, limited_by=limit)  # what limited the rank that set the size
+            return decision, chosen
         limit = "time" if (least, "time") in [(size, by) for size, _, by in proposals] else limit
         capped = asked.request
         if capped.free_to_choose:
@@ -167,16 +170,6 @@ def choose(profile: RunProfile, ranks: Ranks, planner: Planner) -> Choice:
             validation = replace(validation, batch_size=least_val)
         asked = replace(asked, request=capped, validation=validation)
     raise CannotTraceError(f"the ranks could not agree on a batch size (last proposals: {sizes})")
-
-
-def _with_common_limit(
-    decision: Decision, sizes: list[tuple[int, int]], request: Request, limit: LimitedBy
-) -> Decision:
-    """Correct the limit if another rank set the size: what limited that, not ``max_batch_size``."""
-    if len(sizes) == 1 or decision.limited_by != "max_batch_size":
-        return decision
-    held_back = request.max_batch_size is None or decision.batch_size < request.max_batch_size
-    return replace(decision, limited_by=limit) if held_back else decision
 
 
 def _fast(largest: Choice, profile: RunProfile, settings: GuardSettings, speed: Speed | None) -> Choice:
@@ -208,12 +201,18 @@ def _choice(profile: RunProfile, settings: GuardSettings) -> Choice:
     validation = _fitting_validation(profile)
     profile = replace(profile, validation=validation)
     profile = replace(profile, request=profile.within_host())
+
+    def refused_by(size: int) -> LimitedBy | None:
+        if profile.avoids_single_sample and leaves_one(profile.loader_info, size):
+            return "last_batch"
+        return spoiled_by(profile.facts, profile.loader_info, size, settings.steps_to_keep)
+
     decision, proven = largest_that_runs(
         profile.prediction,
         profile.budget,
         profile.request,
         footprint_at=lambda prediction, size: replace(profile, prediction=prediction).footprint_at(size),
-        refused_by=partial(_refused_by, profile, settings.steps_to_keep),
+        refused_by=refused_by,
     )
     if validation is not None:
         decision = replace(decision, validation_batch_size=validation.batch_size)
@@ -226,14 +225,6 @@ def _choice(profile: RunProfile, settings: GuardSettings) -> Choice:
     if not profile.request.free_to_choose:
         decision = _unchanged(decision, profile.request.fixed_because, settings)
     return decision, replace(profile, prediction=proven)
-
-
-def _is_cut(decision: Decision, request: Request, settings: GuardSettings) -> bool:
-    """Whether memory, of this rank or another, makes the batch smaller than the loader's."""
-    if not request.free_to_choose or (settings.max_batch_size or request.batch_size) < request.batch_size:
-        return False
-    by_memory = decision.limited_by in ("memory", "max_batch_size", "last_batch")
-    return by_memory and decision.batch_size < request.batch_size
 
 
 def _divided(cut: Choice, profile: RunProfile, settings: GuardSettings) -> Choice:
@@ -259,12 +250,6 @@ def _divided(cut: Choice, profile: RunProfile, settings: GuardSettings) -> Choic
             return replace(divided, limited_by=decision.limited_by), replace(chosen, request=request)
     reason = f"{asked} samples do not fit, and each optimizer step sees {decision.batch_size}: {why_not}"
     return replace(decision, reason=reason), chosen
-
-
-def _refused_by(profile: RunProfile, min_steps: int | None, size: int) -> LimitedBy | None:
-    if profile.avoids_single_sample and leaves_one(profile.loader_info, size):
-        return "last_batch"
-    return spoiled_by(profile.facts, profile.loader_info, size, min_steps)
 
 
 def _with_setting_note(footprint: Footprint, prediction: Prediction) -> Footprint:

@@ -33,7 +33,6 @@ from lightning_memguard.training.data.loaders import rewrite_loaders
 from lightning_memguard.training.facts.ranks import attempt, say, warn
 from lightning_memguard.training.facts.run_facts import Stage
 from lightning_memguard.training.rescue.memory import ran_out_of_memory
-from lightning_memguard.training.rescue.policy import Samples
 from lightning_memguard.training.rescue.rescuer import Rescuer
 from lightning_memguard.training.run.aftermath import held_elsewhere, oom_kills, worker_note
 from lightning_memguard.training.run.batch_monitor import BatchWatch, failure, size_within_budget
@@ -174,12 +173,6 @@ class GuardedRun:
         elif self.decision.verdict != before.verdict:
             self._warn(warning_of(self.decision))
 
-    def recheck_fixed_size(self) -> None:
-        """Count what the other callbacks hold by now, if the loaders have not triggered a recheck."""
-        profile = self.tuning.profile
-        if profile is not None and not (self.settings.mode == "tune" and profile.request.free_to_choose):
-            self._recheck()
-
     def load(self, checkpoint: dict[str, object]) -> None:
         """Resume a fit at its checkpoint's batch size if it fits; no optimizer and no loader exists yet."""
         profile = self.tuning.profile
@@ -236,21 +229,32 @@ class GuardedRun:
             )
 
     def start(self) -> None:
-        """Show the decision, and watch batches and steps."""
+        """Show the decision, watch batches and steps, and write the snapshot that was asked for before a fit."""
         if self.stage != "predict" and self.settings.splits:
-            self._rescuer = self._make_rescuer()
+            self._rescuer = Rescuer(
+                self.trainer,
+                self.module,
+                self._warn_on_any_rank,
+                lenient=self.settings.on_oom == "split",
+                cuts=self.tuning.cuts,
+                fits_now=lambda nbytes: not (watch := self._watches.get("train")) or watch.fits_now(nbytes),
+                fitting=lambda part: watch.fitting(part) if (watch := self._watches.get("train")) else None,
+            )
             self._rescuer.install()
-        profile = self.tuning.profile
-        if profile is None:
-            return
-        self._show(profile)
-        self._watch_batches(profile)
+        profile, recorder = self.tuning.profile, self._recorder
+        if profile is not None:
+            self._show(profile)
+            self._watch_batches(profile)
+        if self.trains and recorder is not None and self.trainer.is_global_zero:
+            self._try_writing("snapshot", lambda: self.save_snapshot(recorder.path))
 
     def start_measuring(self) -> None:
         """Start measuring; what the model and its optimizers hold by now is the training's."""
         profile = self.tuning.profile
         if profile is None:
             return
+        if not (self.settings.mode == "tune" and profile.request.free_to_choose):
+            self._recheck()  # as no loader has been rewritten, which triggers it
         host = self.decision.host
         self.measuring.start(trains=self.trains, on_host=bool(host and host.budget))
         if self.trains:
@@ -265,25 +269,6 @@ class GuardedRun:
             runs["val"] = (profile.validation.prediction, profile.validation.batch_size)
         self._watches = {role: attempt(partial(BatchWatch, profile, *run)).value for role, run in runs.items()}
 
-    def _make_rescuer(self) -> Rescuer:
-        def fits_now(nbytes: int) -> bool:
-            watch = self._watches.get("train")
-            return watch is None or watch.fits_now(nbytes)
-
-        def fitting(part: Samples) -> int | None:
-            watch = self._watches.get("train")
-            return None if watch is None else watch.fitting(part)
-
-        return Rescuer(
-            self.trainer,
-            self.module,
-            self._warn_on_any_rank,
-            lenient=self.settings.on_oom == "split",
-            cuts=self.tuning.cuts,
-            fits_now=fits_now,
-            fitting=fitting,
-        )
-
     def _show(self, profile: RunProfile) -> None:
         """Show what is known before the first step, which may be the last."""
         facts, title = profile.facts, type(self.module).__name__
@@ -297,22 +282,19 @@ class GuardedRun:
 
     # -- at each batch
 
-    def record_step(self) -> None:
-        """Record the actual step if a snapshot of it was asked for; a batch of training begins."""
+    def start_batch(self, batch_idx: int) -> None:
+        """Record the actual step if a snapshot of it was asked for; warn of a run that has passed its budget."""
         if self._recorder is not None and not self._recorder.goes_on():
             self._end_recording()
+        if batch_idx.bit_count() == 1:  # 1, 2, 4, 8, ...: early, and at no cost
+            self.measuring.note_held()
+            if self._checks_peak and batch_idx > 1:
+                self._warn_of_overrun(self.measuring.peak())
 
     def _end_recording(self) -> None:
         recorder, self._recorder = self._recorder, None
         if recorder is not None:
             self._try_writing("snapshot", recorder.close)
-
-    def check_peak(self, batch_idx: int) -> None:
-        """Warn of a run that has passed its budget, after 2, 4, 8, ... batches of an epoch: early, and at no cost."""
-        if batch_idx.bit_count() == 1:
-            self.measuring.note_held()
-            if self._checks_peak and batch_idx > 1:
-                self._warn_of_overrun(self.measuring.peak())
 
     def _warn_of_overrun(self, measured: Measured) -> None:
         footprint, budget, watch = self.decision.footprint, self.decision.budget, self._watches.get("train")
@@ -386,7 +368,10 @@ class GuardedRun:
         self.measuring.restart()
         self._warn_of_overrun(record.measured)
         try:
-            self._log(record)
+            if not self.trainer.barebones:
+                log_epoch(self.trainer, record.as_metrics())
+            if self._boards is not None:
+                self._boards.log_epoch(record, logging_step(self.trainer))
         finally:
             if len(self.records).bit_count() == 1:  # after 1, 2, 4, 8, ... epochs: some take no time
                 self._write_page()
@@ -413,30 +398,19 @@ class GuardedRun:
         measured, budget = self.measuring.peak_by_part(), decision.budget
         measured = replace(measured, step_seconds=self.measuring.step_seconds)
         epoch, size = self.trainer.current_epoch, decision.batch_size
-        failed, rescued = self._rescued_on_all_ranks()
-        bounds = (budget.free_bytes, budget.margin_bytes)
-        loaders = decision.loader_batch_sizes
+        failed, rescued = set[int](), set[int]()
+        if self.settings.splits and self.trains:  # on all ranks alike
+            policy = self._rescuer.policy if self._rescuer else None
+            every = self.tuning.ranks.gather((policy.failures, policy.steps) if policy else (failed, rescued))
+            failed, rescued = (set[int]().union(*steps) for steps in zip(*every, strict=True))
+        counts = budget.free_bytes, budget.margin_bytes, len(rescued), len(failed)
         on_host = sum(decision.host.parts.values()) if decision.host else 0
         seen = [
             each.measured.peak_bytes for each in self.records if each.has_error and each.measured.peak_reserved_bytes
         ]
         again = range_after(max(seen)) if seen else None
-        return EpochRecord(epoch, size, decision.footprint, measured, *bounds, rescued, failed, loaders, on_host, again)
-
-    def _rescued_on_all_ranks(self) -> tuple[int, int]:
-        """How many steps ran out of memory, and how many were done in parts, on any rank. All ranks call it."""
-        if not self.settings.splits or not self.trains:
-            return 0, 0
-        policy = self._rescuer.policy if self._rescuer else None
-        own = (policy.failures, policy.steps) if policy else (set(), set())
-        every = self.tuning.ranks.gather(own)
-        return len(set().union(*(failed for failed, _ in every))), len(set().union(*(done for _, done in every)))
-
-    def _log(self, record: EpochRecord) -> None:
-        if not self.trainer.barebones:
-            log_epoch(self.trainer, record.as_metrics())
-        if self._boards is not None:
-            self._boards.log_epoch(record, logging_step(self.trainer))
+        loaders = decision.loader_batch_sizes
+        return EpochRecord(epoch, size, decision.footprint, measured, *counts, loaders, on_host, again)
 
     def summarize(self) -> None:
         """Print how close the prediction came; what the last epoch has left to be saved counts too."""
@@ -451,12 +425,6 @@ class GuardedRun:
             say(f"{last_line(self.records)}{f' Full report: {page}' if page else ''}")
 
     # -- files
-
-    def write_snapshot(self) -> None:
-        """Write the snapshot of the predicted step that was asked for before the run."""
-        recorder = self._recorder
-        if recorder is not None and self.trainer.is_global_zero:
-            self._try_writing("snapshot", lambda: self.save_snapshot(recorder.path))
 
     def record_to(self, path: Path) -> None:
         """Record the actual steps from the next batch on, next to the snapshot of the predicted one."""

@@ -72,16 +72,8 @@ class Run:
             return self
         return replace(self, program=replace(self.program, accumulate_grad_batches=2))
 
-    def without_samples(self) -> Run:
-        """Return the run without the samples drawn, which would take memory while it trains."""
-        # a kind of tensor may have no meta copy
-        return self._with_programs(lambda program: attempt(program.without_samples).value or program)
-
-    def without_draws(self) -> Run:
-        """Return the run without the samples of other real batches; the values of one batch stay."""
-        return self._with_programs(lambda program: program.without_draws())
-
-    def _with_programs(self, change: Callable[[LightningProgram], LightningProgram]) -> Run:
+    def with_programs(self, change: Callable[[LightningProgram], LightningProgram]) -> Run:
+        """Return the run with its programs changed."""
         evaluation = self.evaluation
         if evaluation.value is not None:
             evaluation = Attempt(replace(evaluation.value, program=change(evaluation.value.program)))
@@ -205,7 +197,6 @@ class RunProfile:
         return trace.plus(self.extra)
 
     def _larger_validation(self, batch_size: int) -> ValidationRun | None:
-        """Validation, if it takes more than the training step."""
         step, validation = self.prediction.footprint_at(batch_size), self.validation
         return validation if validation and validation.footprint.most_device_bytes > step.most_device_bytes else None
 

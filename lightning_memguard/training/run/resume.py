@@ -29,12 +29,9 @@ class SavedSizes:
 
 def saved_state(tuning: Tuning) -> dict[str, int | None]:
     """Return the state for a checkpoint: plain numbers, so that it loads with ``weights_only=True``."""
-    return asdict(_saved_of(tuning))
-
-
-def _saved_of(tuning: Tuning) -> SavedSizes:
     decision, ranks = tuning.decision, tuning.ranks.size
-    return SavedSizes(decision.batch_size, decision.accumulate_grad_batches, ranks, decision.validation_batch_size)
+    sizes = decision.batch_size, decision.accumulate_grad_batches, ranks, decision.validation_batch_size
+    return asdict(SavedSizes(*sizes))
 
 
 def saved_in(checkpoint: Mapping[str, Any], own_size: int) -> SavedSizes | None:
@@ -45,19 +42,17 @@ def saved_in(checkpoint: Mapping[str, Any], own_size: int) -> SavedSizes | None:
     state = checkpoint.get(KEY)
     if isinstance(state, Mapping) and isinstance(state.get("batch_size"), int):
         return SavedSizes(**{name: state[name] for name in SavedSizes.__annotations__ if name in state})
-    return SavedSizes(own_size, 0, 0) if _mid_epoch(checkpoint) else None
-
-
-def _mid_epoch(checkpoint: Mapping[str, Any]) -> bool:
-    """Whether a checkpoint was saved between two batches of an epoch. Checked on Lightning 2.5.0 to 2.6.6."""
+    # checked on Lightning 2.5.0 to 2.6.6
     progress = checkpoint.get("loops", {}).get("fit_loop", {}).get("epoch_loop.batch_progress", {})
-    return bool(progress.get("current", {}).get("completed", 0)) and not progress.get("is_last_batch", True)
+    mid_epoch = progress.get("current", {}).get("completed", 0) and not progress.get("is_last_batch", True)
+    return SavedSizes(own_size, 0, 0) if mid_epoch else None
 
 
 def resume(tuning: Tuning, saved: SavedSizes, settings: GuardSettings) -> Tuning:
     """Resume at the checkpoint's batch size, if all ranks can and the settings allow it. All ranks must call this."""
     profile, ranks = tuning.profile, tuning.ranks
-    if profile is None or saved == _saved_of(tuning):  # as when a LearningRateFinder restores the checkpoint it saved
+    # as when a LearningRateFinder restores the checkpoint that it saved
+    if profile is None or asdict(saved) == saved_state(tuning):
         return tuning
     result = attempt(lambda: profile.footprint_at(saved.batch_size))
     mine = _obstacle(saved.batch_size, settings, result, profile)
@@ -72,7 +67,6 @@ def resume(tuning: Tuning, saved: SavedSizes, settings: GuardSettings) -> Tuning
 
 
 def _obstacle(size: int, settings: GuardSettings, footprint: Attempt[Footprint], profile: RunProfile) -> str:
-    """Why a run cannot go on at a batch size; empty if it can."""
     most, budget = profile.request.dataset_size, profile.budget
     if settings.max_batch_size is not None and size > settings.max_batch_size:
         return f"max_batch_size={settings.max_batch_size} forbids it"

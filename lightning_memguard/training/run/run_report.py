@@ -30,17 +30,13 @@ def report_of(title: str, profile: RunProfile, decision: Decision) -> Report:
     """The report of a run before its first step. A child makes it: traces are large, and none stays in this process."""
 
     def make(_: int) -> Report:
-        return _report(title, profile, decision)
+        size, settings = decision.batch_size, profile.prediction.settings
+        timeline = attempt(lambda: timeline_of(profile.trace_at(size), settings)).value or Timeline(0)
+        curve = attempt(lambda: _curve(profile.unpacked(), decision)).value or ()
+        return Report(title, decision, timeline, curve, layers=attempt(lambda: _layers(profile, size)).value)
 
     with trusted_child(make) as child:
         return child.ask(0)
-
-
-def _report(title: str, profile: RunProfile, decision: Decision) -> Report:
-    size, settings = decision.batch_size, profile.prediction.settings
-    timeline = attempt(lambda: timeline_of(profile.trace_at(size), settings)).value or Timeline(0)
-    curve = attempt(lambda: _curve(profile.unpacked(), decision)).value or ()
-    return Report(title, decision, timeline, curve, layers=attempt(lambda: _layers(profile, size)).value)
 
 
 def folder_of(trainer: Trainer, facts: RunFacts, folders: MutableMapping[Trainer, Path]) -> Path | None:

@@ -17,6 +17,7 @@ from lightning_memguard.core.trace.kept import MOST_EPOCHS, MOST_STEPS, runs_out
 from lightning_memguard.errors import CannotTraceError, DoesNotFitError, MemGuardError
 from lightning_memguard.training.adapter import callbacks
 from lightning_memguard.training.data.loaders import batches_taken
+from lightning_memguard.training.facts.lightning_types import is_a
 from lightning_memguard.training.facts.ranks import Ranks, attempt, shared
 from lightning_memguard.training.facts.run_facts import ROLES, Role, RunFacts, Stage, read_run_facts
 from lightning_memguard.training.planning.advise import AdviceReport, try_remedies
@@ -185,24 +186,29 @@ def _without_samples(profile: RunProfile) -> RunProfile:
     """Return the profile without the samples drawn; if another size may still be captured, their values stay."""
     known = profile.prediction
     scales = known.growth is not None or known.method == "real"
-    return profile.attached_to(profile.run.without_samples() if scales else profile.run.without_draws())
+
+    def without_samples(program: LightningProgram) -> LightningProgram:
+        if not scales:
+            return program.without_draws()
+        return attempt(program.without_samples).value or program  # a kind of tensor may have no meta copy
+
+    return profile.attached_to(profile.run.with_programs(without_samples))
 
 
 def _with_advice(error: DoesNotFitError, profile: RunProfile) -> DoesNotFitError:
     """Return the error with remedies for this rank, if there are any; no rank waits for another."""
-    advised = attempt(lambda: _remedies(profile)).value
+
+    def remedies() -> AdviceReport:
+        size, budget = profile.request.smallest_batch_size, profile.budget
+        if profile.prediction.footprint_at(size).most_device_bytes <= budget.usable_bytes:
+            return AdviceReport(())  # another rank is too small, or validation alone does not fit
+        request = replace(profile.request, batch_size=size)
+        return try_remedies(profile.prediction, size, budget, most_seconds=_ADVICE_SECONDS, request=request)
+
+    advised = attempt(remedies).value
     if not advised or not advised.advice:
         return error
     return error.with_advice(advised.advice, what_would_fit(shortlist(advised.advice), advised.not_tried))
-
-
-def _remedies(profile: RunProfile) -> AdviceReport | None:
-    """None if another rank is too small, or validation alone does not fit."""
-    size, usable = profile.request.smallest_batch_size, profile.budget.usable_bytes
-    if profile.prediction.footprint_at(size).most_device_bytes <= usable:
-        return None
-    request = replace(profile.request, batch_size=size)
-    return try_remedies(profile.prediction, size, profile.budget, most_seconds=_ADVICE_SECONDS, request=request)
 
 
 def recheck(tuning: Tuning, others: Iterable[Callback], module: LightningModule, settings: GuardSettings) -> Tuning:
@@ -238,6 +244,6 @@ def recheck(tuning: Tuning, others: Iterable[Callback], module: LightningModule,
 
 def _facts_of(trainer: Trainer, stage: Stage) -> RunFacts:
     facts = read_run_facts(trainer, stage)
-    if callbacks.finds_batch_size(facts.callbacks):
+    if any(is_a(callback, "BatchSizeFinder") for callback in facts.callbacks):  # `Tuner.scale_batch_size` adds one
         raise CannotTraceError("BatchSizeFinder chooses its batch size, by trial")
     return facts

@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_memguard.core.capture.recorder import Recorder
 from lightning_memguard.training.facts.lightning_types import is_a
+from lightning_memguard.units import MIB
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule
@@ -34,10 +35,9 @@ if TYPE_CHECKING:
 
 P = TypeVar("P")
 
-_MIB = 1 << 20
-_FIRST_BUCKET_BYTES = 1 * _MIB  # dist._DEFAULT_FIRST_BUCKET_BYTES
-_BUCKET_BYTES = 25 * _MIB  # torch/nn/parallel/distributed.py, _DEFAULT_BUCKET_CAP_MB
-_BROADCAST_BYTES = 250 * _MIB  # DistributedDataParallel.broadcast_bucket_size
+_FIRST_BUCKET_BYTES = 1 * MIB  # dist._DEFAULT_FIRST_BUCKET_BYTES
+_BUCKET_BYTES = 25 * MIB  # torch/nn/parallel/distributed.py, _DEFAULT_BUCKET_CAP_MB
+_BROADCAST_BYTES = 250 * MIB  # DistributedDataParallel.broadcast_bucket_size
 _BROADCASTS_IN_FLIGHT = 2  # broadcast_coalesced in comm.cpp
 _SIDE_STREAM = 1  # DDPStrategy._setup_model builds the wrapper on a CUDA stream of its own
 
@@ -168,7 +168,7 @@ class Arguments:
         """Read them off a DDPStrategy, Lightning's or Fabric's."""
         given = dict(strategy._ddp_kwargs)
         cap_mb, caps_mb = given.get("bucket_cap_mb"), given.get("bucket_cap_mb_list") or ()
-        sizes = [int(mb * _MIB) for mb in caps_mb or ([] if cap_mb is None else [cap_mb])]
+        sizes = [int(mb * MIB) for mb in caps_mb or ([] if cap_mb is None else [cap_mb])]
         broadcast = given.get("broadcast_buffers")
         forward_sync = given.get("forward_sync_buffers")
         old = True if broadcast is None else bool(broadcast)
@@ -245,19 +245,15 @@ class _Wrapper:
                 _broadcast(_states_of(module_copy, buffers=arguments.init_sync_buffers), recorder)
             # in the order in which they are reduced; parameters that will have a sparse gradient have none in memory
             self._make_buckets(_partition(self.parameters, arguments.first_bucket_bytes, self.sparse)[::-1])
-            self.used_maps = self._used_maps()
+            # of the parameters that had a gradient: one on the host and one on the device
+            needed = arguments.find_unused_parameters or arguments.static_graph
+            devices = (torch.device("cpu"), self.parameters[0].device) if needed else ()
+            self.used_maps = [torch.empty(len(self.parameters), dtype=torch.int32, device=each) for each in devices]
+            recorder.label(self.used_maps, "communication")
         for index, parameter in enumerate(self.parameters):
             parameter.register_post_accumulate_grad_hook(functools.partial(_gradient_ready, weakref.ref(self), index))
 
     # -- when the wrapper is built
-
-    def _used_maps(self) -> list[torch.Tensor]:
-        """Allocate the maps of parameters that had a gradient: one on the host and one on the device."""
-        needed = self.arguments.find_unused_parameters or self.arguments.static_graph
-        devices = (torch.device("cpu"), self.parameters[0].device) if needed else ()
-        maps = [torch.empty(len(self.parameters), dtype=torch.int32, device=device) for device in devices]
-        self.recorder.label(maps, "communication")
-        return maps
 
     def _make_buckets(self, buckets: list[list[int]]) -> None:
         """One flat tensor for each bucket, and a view into it for each of its parameters."""
@@ -265,20 +261,18 @@ class _Wrapper:
         self.buckets = buckets
         for number, bucket in enumerate(buckets):
             self.bucket_of |= dict.fromkeys(bucket, number)
-            if not any(self.sparse[index] for index in bucket):
-                self._make_bucket(bucket)
+            if any(self.sparse[index] for index in bucket):
+                continue
+            members = [self.parameters[index] for index in bucket]
+            flat = torch.empty(sum(p.numel() for p in members), dtype=members[0].dtype, device=members[0].device)
+            self.recorder.label([flat], "communication")  # also if the gradients are views into it
+            offset = 0
+            for index, parameter in zip(bucket, members, strict=True):
+                self.views[index] = _view(flat, offset, parameter)
+                offset += parameter.numel()
+                if self.arguments.gradient_as_bucket_view:
+                    self._copy_in(index)
         self._expect_all()
-
-    def _make_bucket(self, bucket: list[int]) -> None:
-        members = [self.parameters[index] for index in bucket]
-        flat = torch.empty(sum(p.numel() for p in members), dtype=members[0].dtype, device=members[0].device)
-        self.recorder.label([flat], "communication")  # also if the gradients are views into it
-        offset = 0
-        for index, parameter in zip(bucket, members, strict=True):
-            self.views[index] = _view(flat, offset, parameter)
-            offset += parameter.numel()
-            if self.arguments.gradient_as_bucket_view:
-                self._copy_in(index)
 
     # -- before and after each forward pass
 

@@ -85,8 +85,10 @@ def deepspeed_on_fakes(ranks: int) -> Iterator[None]:
     if not is_installed():
         raise CannotTraceError(INSTALL)
     logger, groups = _part("utils.logging").logger, _part("utils.groups")
-    made: dict[str, Any] = {
-        name: {} if isinstance(value, dict) else None for name, value in vars(groups).items() if _is_made(name)
+    made: dict[str, Any] = {  # process groups, several of them, or facts about one
+        name: {} if isinstance(value, dict) else None
+        for name, value in vars(groups).items()
+        if name.startswith("_") and name.isupper() and "UNSUPPORTED" not in name
     }
     here = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks)}
     environment, level = {name: os.environ[name] for name in here if name in os.environ}, logger.level
@@ -111,11 +113,6 @@ def deepspeed_on_fakes(ranks: int) -> Iterator[None]:
             for name in here:
                 del os.environ[name]
             os.environ.update(environment)
-
-
-def _is_made(name: str) -> bool:
-    """Whether a global of ``deepspeed.utils.groups`` is a process group, or several, or about one."""
-    return name.startswith("_") and name.isupper() and "UNSUPPORTED" not in name
 
 
 def _part(name: str) -> Any:

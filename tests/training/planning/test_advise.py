@@ -31,8 +31,7 @@ from lightning_memguard.training.adapter.program import LightningProgram
 from lightning_memguard.training.planning import advise as advise_module
 from lightning_memguard.training.planning import remedies as remedies_module
 from lightning_memguard.training.planning.advise import AdviceReport, try_remedies
-from lightning_memguard.training.planning.eight_bit_adam import EightBitAdam
-from lightning_memguard.training.planning.selective import BlockCost, cheapest
+from lightning_memguard.training.planning.remedies import BlockCost, EightBitAdam, cheapest
 from lightning_memguard.training.planning.subject import trainer_for
 from lightning_memguard.training.run import choose as choose_module
 from lightning_memguard.training.run import tune as tuning_module
