@@ -46,7 +46,7 @@ from shared.process import adopt_orphans, describe, in_fork, processor_seconds
 
 EXACT_PERCENT, NEAR_PERCENT = 0.3, 2.0
 OUTCOMES = ("exact", "near", "inside", "wrong", "unpredicted", "skipped")
-FAMILIES = ("forecasting", "vision", "language", "science", "trainer", "recipes", "networks", "tasks")
+FAMILIES = ("forecasting", "vision", "language", "science", "trainer")
 GIB, MIB = 2**30, 2**20
 ENOUGH = 720_720  # samples: no choice is limited by them, and batches of up to 16 leave none over
 EPOCH = 16_384  # samples of an epoch, where a run has several

@@ -157,6 +157,10 @@ def programs(label: str, **options: Any) -> Callable[..., Any]:
     return register
 
 
+# What follows is a table of programs, most of them a row:
+# fmt: off
+
+
 def ce(s: Any, x: torch.Tensor, y: torch.Tensor, **options: Any) -> torch.Tensor:
     return F.cross_entropy(s.net(x), y, **options)
 
@@ -210,8 +214,8 @@ programs("equal")(
     retinanet_clamp=lambda s, x, y, pos: (focal(s.net(x), y) * (1 + pos)).sum() / pos.sum().clamp(min=1),
     max_one_item=lambda s, x, y, pos: (each(s, x, y) * pos).sum() / max(1, int(pos.sum())),
     max_one_python=lambda s, x, y, pos: (each(s, x, y) * pos).sum() / max(pos.sum(), 1),
-    detr_as_tensor=lambda s, x, y, pos: (each(s, x, y) * pos).sum()
-    / torch.as_tensor([float(pos.sum())]).clamp(min=1).item(),
+    detr_as_tensor=lambda s, x, y, pos: (each(s, x, y) * pos).sum() / torch.as_tensor([float(pos.sum())]).clamp(
+        min=1).item(),
     mlm_maximum=lambda s, seq, tags: tokens(s, seq, tags).sum() / torch.maximum((tags >= 0).sum(), torch.tensor(1)),
     mask_over_its_sum=lambda s, seq, mask: (entropy(s, seq) * (mask / mask.sum())).sum(),
     mask_reciprocal=lambda s, seq, mask: (entropy(s, seq) * mask).sum().mul(mask.sum().reciprocal()),
@@ -220,20 +224,16 @@ programs("equal")(
     mask_l1_normalized=lambda s, x, y, w: (each(s, x, y) * F.normalize(w, p=1, dim=0)).sum(),
     tiny_epsilon=lambda s, seq, gaps: (entropy(s, seq) * gaps).sum() / (gaps.sum() + 1e-6),
     kl_growing=lambda s, x, y, i: F.cross_entropy(out := s.net(x), y) + min(1.0, 0.1 * i) * kl(out).sum(),
-    mean_before_tokens=lambda s, seq, mask, i: (entropy(s, seq) * mask).sum() / mask.sum()
-    + 0.1 * (s.net(seq).pow(2).mean() if i >= 2 else 0),
-)  # fmt: skip
-
-
+    mean_before_tokens=lambda s, seq, mask, i: (entropy(s, seq) * mask).sum() / mask.sum() + 0.1 * (
+        s.net(seq).pow(2).mean() if i >= 2 else 0),
+)
 programs("refused")(
-    contrastive_after_warm_up=lambda s, x, y, i: F.cross_entropy(out := s.net(x), y)
-    + (contrastive(out, x[:, :3]) if i >= 2 else 0),
-    contrastive_random_branch=lambda s, x, y: F.cross_entropy(out := s.net(x), y)
-    + (contrastive(out, x[:, :3]) if random.random() < 0.5 else 0),
+    contrastive_after_warm_up=lambda s, x, y, i: F.cross_entropy(out := s.net(x), y) + (
+        contrastive(out, x[:, :3]) if i >= 2 else 0),
+    contrastive_random_branch=lambda s, x, y: F.cross_entropy(out := s.net(x), y) + (
+        contrastive(out, x[:, :3]) if random.random() < 0.5 else 0),
     contrastive_tiny_gram=lambda s, x, y: F.cross_entropy(out := s.net(x), y) + 1e-6 * (out @ out.T).exp().mean(),
-)  # fmt: skip
-
-
+)
 programs("either")(
     batch_in_place_later=lambda s, x, y, i: ce(s, x.mul_(1.5) if i >= 1 else x, y),
     batch_in_place_always=lambda s, x, y: ce(s, x.sub_(x.mean(1, keepdim=True)), y),
@@ -252,38 +252,24 @@ def hooked(tensor: torch.Tensor, hook: Callable[..., Any]) -> torch.Tensor:
     return tensor
 
 
-programs("refused")(
-    tensor_hook_clamps=lambda s, x, y: F.cross_entropy(
-        s.net[2](hooked(s.net[0](x), lambda grad: grad.clamp(-0.01, 0.01)).tanh()), y
-    ),
-)  # fmt: skip
-programs("either", make=attributes(norms=list))(
-    hook_that_reads=lambda s, x, y: F.cross_entropy(
-        s.net[2](hooked(s.net[0](x), lambda grad: s.norms.append(float(grad.norm()))).tanh()), y
-    ) * (1 + (s.norms[-1] if s.norms else 0))
-)  # fmt: skip
-
+programs("refused")(tensor_hook_clamps=lambda s, x, y: F.cross_entropy(
+    s.net[2](hooked(s.net[0](x), lambda grad: grad.clamp(-0.01, 0.01)).tanh()), y))
+programs("either", make=attributes(norms=list))(hook_that_reads=lambda s, x, y: F.cross_entropy(
+    s.net[2](hooked(s.net[0](x), lambda grad: s.norms.append(float(grad.norm()))).tanh()), y
+) * (1 + (s.norms[-1] if s.norms else 0)))
 programs("refused", make=lambda s: [p.register_hook(lambda g: g.clamp(-0.01, 0.01)) for p in s.parameters()] and None)(
-    parameter_hook_clamps=ce
-)
+    parameter_hook_clamps=ce)
 programs("refused", make=lambda s: s.net[2].register_full_backward_hook(lambda m, gi, go: (gi[0].sign() * 0.01,)))(
-    module_backward_hook=ce
-)
+    module_backward_hook=ce)
 programs("refused", make=lambda s: s.net[1].register_full_backward_pre_hook(lambda m, go: (go[0].clamp(-0.01, 0.01),)))(
-    module_backward_pre_hook=ce
-)
+    module_backward_pre_hook=ce)
 programs("either", make=lambda s: s.net[0].register_forward_hook(lambda m, inputs, out: out * 0.5))(forward_hook=ce)
 
 
 def optimizers_in_backward(s: Any) -> None:
     s.own = {p: torch.optim.SGD([p], lr=0.05) for p in s.net[0].parameters()}
-
-    def step(p: torch.Tensor) -> None:
-        s.own[p].step()
-        s.own[p].zero_grad()
-
     for p in s.own:
-        p.register_post_accumulate_grad_hook(step)
+        p.register_post_accumulate_grad_hook(lambda p: s.own[p].step() or s.own[p].zero_grad())
 
 
 programs("refused", make=optimizers_in_backward)(optimizer_in_backward=ce)
@@ -297,7 +283,6 @@ def slow_state_in_object(s, x, y):
 
 
 # -- logged values that are not means, counters, flags, lists
-
 
 SEEN = {"steps": 0.0}
 
@@ -313,16 +298,12 @@ def logged(s: Any, loss: torch.Tensor, values: dict[str, Any], **options: Any) -
 
 
 programs("equal")(
-    log_functions=lambda s, x, y, z: logged(
-        s, logged(s, loss := F.cross_entropy(out := s.net(x), y), {"perplexity": loss.exp()}),
-        {"std": out.std(), "norm": out.norm(), "rmse": F.mse_loss(out, z[:, :3]).sqrt()},
-        on_epoch=True,
-    ),
-    log_zero_sum=lambda s, x, y, pos, gaps: logged(
-        s, ce(s, x, y), {"zero": (pos * 0).sum(), "positives": pos.sum(), "tokens": gaps.sum()},
-        on_step=True, on_epoch=True,
-    ),
-)  # fmt: skip
+    log_functions=lambda s, x, y, z: logged(s, logged(s, loss := F.cross_entropy(out := s.net(x), y), {
+        "perplexity": loss.exp()}), {"std": out.std(), "norm": out.norm(), "rmse": F.mse_loss(out, z[:, :3]).sqrt()},
+        on_epoch=True),
+    log_zero_sum=lambda s, x, y, pos, gaps: logged(s, ce(s, x, y), {"zero": (pos * 0).sum(), "positives": pos.sum(),
+        "tokens": gaps.sum()}, on_step=True, on_epoch=True),
+)
 
 
 @programs("equal")
@@ -359,13 +340,11 @@ programs("refused")(
     log_first_sample_item=lambda s, x, y: logged(s, ce(s, x, y), {"first": x[0, 0].item()}),
 )
 programs("either")(
-    log_samples_numpy=lambda s, x, y: logged(
-        s, F.cross_entropy(out := s.net(x), y), {"median": float(np.median(out.detach().numpy()))}
-    ),
+    log_samples_numpy=lambda s, x, y: logged(s, F.cross_entropy(out := s.net(x), y), {"median": float(np.median(
+        out.detach().numpy()))}),
     log_samples_tolist=lambda s, x, y: logged(s, (values := each(s, x, y)).mean(), {"largest": max(values.tolist())}),
-    log_count_of_nonzero=lambda s, x, y, pos: logged(
-        s, ce(s, x, y), {"count": float(len(pos.nonzero()))}, on_epoch=True
-    ),
+    log_count_of_nonzero=lambda s, x, y, pos: logged(s, ce(s, x, y), {"count": float(len(pos.nonzero()))},
+        on_epoch=True),
 )
 
 
@@ -389,20 +368,15 @@ def log_sometimes(s, x, y, i):
 
 
 programs("either", make=attributes(counter=itertools.count))(
-    counter_iterator=lambda s, x, y: ce(s, x, y) * (1 + 0.1 * next(s.counter))
-)
+    counter_iterator=lambda s, x, y: ce(s, x, y) * (1 + 0.1 * next(s.counter)))
 programs("either", make=lambda s: SEEN.update(steps=0.0))(
-    global_counter=lambda s, x, y: ce(s, x, y) / (SEEN.update(steps=SEEN["steps"] + 1) or SEEN["steps"])
-)
+    global_counter=lambda s, x, y: ce(s, x, y) / (SEEN.update(steps=SEEN["steps"] + 1) or SEEN["steps"]))
 programs("either", make=attributes(outs=lambda: collections.deque(maxlen=3)))(
-    deque_of_losses=lambda s, x, y: (s.outs.append((loss := ce(s, x, y)).item()) or loss) * (sum(s.outs) / len(s.outs))
-)
+    deque_of_losses=lambda s, x, y: (s.outs.append((loss := ce(s, x, y)).item()) or loss) * (sum(s.outs) / len(s.outs)))
 programs("either", make=attributes(outs=list), end=end_of_list)(
-    list_of_rows=lambda s, x, y: s.outs.extend((out := s.net(x)).detach().exp().flatten()) or F.cross_entropy(out, y),
-)
+    list_of_rows=lambda s, x, y: s.outs.extend((out := s.net(x)).detach().exp().flatten()) or F.cross_entropy(out, y))
 programs("either", make=attributes(average=lambda: torch.ones(())))(
-    tensor_attribute_in_place=lambda s, x, y: (loss := ce(s, x, y)) / s.average.mul_(0.9).add_(0.1 * loss.detach())
-)
+    tensor_attribute_in_place=lambda s, x, y: (loss := ce(s, x, y)) / s.average.mul_(0.9).add_(0.1 * loss.detach()))
 
 
 @programs("either", make=attributes(first=lambda: True))
@@ -436,46 +410,36 @@ def attribute_made_late(s, x, y):
 
 # -- precisions, and forms of the batch and of the result
 
-
+SQUARE = torch.randn(BATCH, BATCH, generator=torch.Generator().manual_seed(2))
 programs("equal", uses="x", form=lambda b: b["x"])(form_tensor=lambda s, batch: F.mse_loss(s.net(batch), batch[:, :3]))
 programs("equal", uses="x y", form=lambda b: b | {"scale": 2.0, "epochs": 3})(
-    form_numbers=lambda s, batch: ce(s, batch["x"] * batch["scale"], batch["y"]) / batch["epochs"]
-)
-SQUARE = torch.randn(BATCH, BATCH, generator=torch.Generator().manual_seed(2))
+    form_numbers=lambda s, batch: ce(s, batch["x"] * batch["scale"], batch["y"]) / batch["epochs"])
 programs("either", uses="x y", form=lambda b: b | {"adjacency": SQUARE.clone()}, net=lambda: mlp(8))(
-    form_shared_square=lambda s, batch: ce(s, F.pad(batch["x"], (0, 2)) @ batch["adjacency"], batch["y"]),
-)
+    form_shared_square=lambda s, batch: ce(s, F.pad(batch["x"], (0, 2)) @ batch["adjacency"], batch["y"]))
 programs("refused", uses="x y", form=lambda b: b | {"adjacency": SQUARE.clone()})(
-    form_graph=lambda s, batch: ce(s, batch["adjacency"] @ batch["x"], batch["y"])
-)
+    form_graph=lambda s, batch: ce(s, batch["adjacency"] @ batch["x"], batch["y"]))
 programs("either", uses="x y", form=lambda b: b | {"scales": SQUARE[0].clone()}, net=lambda: mlp(8))(
-    form_shared_vector=lambda s, batch: ce(s, F.pad(batch["x"], (0, 2)) * batch["scales"], batch["y"])
-)
+    form_shared_vector=lambda s, batch: ce(s, F.pad(batch["x"], (0, 2)) * batch["scales"], batch["y"]))
 programs("equal", uses="x y", form=lambda b: b | {"weight": torch.tensor([0.2, 1, 2])})(
-    form_shared_weights=lambda s, batch: ce(s, batch["x"], batch["y"], weight=batch["weight"].to(batch["x"].dtype))
-)
+    form_shared_weights=lambda s, batch: ce(s, batch["x"], batch["y"], weight=batch["weight"].to(batch["x"].dtype)))
 programs("either", uses="x y")(
-    form_rebound=lambda s, batch: ce(s, batch.update(x=batch["x"] * 2) or batch["x"], batch["y"])
-)
+    form_rebound=lambda s, batch: ce(s, batch.update(x=batch["x"] * 2) or batch["x"], batch["y"]))
 programs("either", uses="x y", form=lambda b: b | {"x": b["x"].numpy()})(
-    form_numpy=lambda s, batch: ce(s, torch.as_tensor(batch["x"]).to(s.net[0].weight.dtype), batch["y"])
-)
+    form_numpy=lambda s, batch: ce(s, torch.as_tensor(batch["x"]).to(s.net[0].weight.dtype), batch["y"]))
 programs("equal")(
-    result_rows=lambda s, x, y: {
-        "loss": F.cross_entropy(out := s.net(x), y), "out": out.detach(), "hits": out.argmax(1) == y,
-    },
+    result_rows=lambda s, x, y: {"loss": F.cross_entropy(out := s.net(x), y), "out": out.detach(),
+        "hits": out.argmax(1) == y},
     result_none=lambda s, x, y: {"loss": ce(s, x, y), "extra": None},
     result_numbers=lambda s, x, y: {"loss": (loss := ce(s, x, y)), "double": loss.detach() * 2, "item": loss.item()},
     result_tuple=lambda s, x, y: {"loss": (loss := ce(s, x, y)), "pair": (loss.detach(), None)},
-)  # fmt: skip
+)
 programs("either")(
     result_skips=lambda s, x, y, i: None if i == 3 else ce(s, x, y),
     result_skips_nan=lambda s, x, y: None if not torch.isfinite(loss := ce(s, x, y)) else loss,
     result_transposed=lambda s, x, y: {"loss": F.cross_entropy(out := s.net(x), y), "out": out.detach().T},
 )
 programs("either", precisions=("bf16-mixed",), loose=2e4)(
-    bf16_mixed=ce, bf16_masked=lambda s, seq, mask: (entropy(s, seq) * mask).sum() / mask.sum()
-)
+    bf16_mixed=ce, bf16_masked=lambda s, seq, mask: (entropy(s, seq) * mask).sum() / mask.sum())
 
 # -- losses and their reductions
 
@@ -484,56 +448,48 @@ programs("equal")(
     class_weights=lambda s, x, y: ce(s, x, y, weight=torch.tensor([0.1, 1.0, 3.0], dtype=x.dtype)),
     ignore_index_flat=lambda s, seq, tags: F.cross_entropy(s.net(seq).flatten(0, 1), tags.flatten(), ignore_index=-100),
     triplet_given=lambda s, x, z, neg: F.triplet_margin_loss(s.net(x), s.net(z), s.net(neg)),
-    dice_over_batch=lambda s, seq, gaps: (
-        1 - (2 * ((p := s.net(seq)[..., 0].sigmoid()) * gaps).sum() + 1) / (p.sum() + gaps.sum() + 1)
-    ),
-    tversky=lambda s, seq, gaps: (
-        1 - ((p := s.net(seq)[..., 0].sigmoid()) * gaps).sum()
-        / ((p * gaps).sum() + 0.3 * (p * (1 - gaps)).sum() + 0.7 * ((1 - p) * gaps).sum() + 1)
-    ),
+    dice_over_batch=lambda s, seq, gaps: 1 - (2 * ((p := s.net(seq)[..., 0].sigmoid()) * gaps).sum() + 1) / (
+        p.sum() + gaps.sum() + 1),
+    tversky=lambda s, seq, gaps: 1 - ((p := s.net(seq)[..., 0].sigmoid()) * gaps).sum() / (
+        (p * gaps).sum() + 0.3 * (p * (1 - gaps)).sum() + 0.7 * ((1 - p) * gaps).sum() + 1),
     sharpe=lambda s, x, z: -(r := (s.net(x) * z[:, :3]).sum(1)).mean() / (r.std() + 0.1),
-    two_masks=lambda s, seq, mask, gaps: (entropy(s, seq) * mask).sum() / mask.sum()
-    + (entropy(s, seq.flip(1)) * gaps).sum() / gaps.sum().clamp(min=1),
+    two_masks=lambda s, seq, mask, gaps: (entropy(s, seq) * mask).sum() / mask.sum() + (
+        entropy(s, seq.flip(1)) * gaps).sum() / gaps.sum().clamp(min=1),
     mean_over_time_then_batch=lambda s, seq, mask: ((entropy(s, seq) * mask).sum(1) / mask.sum(1)).mean(),
-    nan_to_num=lambda s, x, y, pos: ce(s, x, y)
-    * (1 + torch.nan_to_num((each(s, x, y).detach() * pos).sum() / pos.sum())),
-    branch_on_positives=lambda s, x, y, pos: ce(s, x, y)
-    + ((each(s, x, y) * pos).sum() / pos.sum() if pos.sum() > 0 else 0),
+    nan_to_num=lambda s, x, y, pos: ce(s, x, y) * (1 + torch.nan_to_num((each(s, x, y).detach() * pos).sum()
+        / pos.sum())),
+    branch_on_positives=lambda s, x, y, pos: ce(s, x, y) + (
+        (each(s, x, y) * pos).sum() / pos.sum() if pos.sum() > 0 else 0),
     curriculum_item=lambda s, x, y: (loss := ce(s, x, y)) * (0.5 if loss.item() > 1.1 else 2.0),
     class_frequency=lambda s, x, y: (each(s, x, y) / F.one_hot(y, 3).sum(0).clamp(min=1)[y]).sum(),
-    group_means=lambda s, x, y: torch.stack(
-        [(each(s, x, y) * (y == k)).sum() / (y == k).sum().clamp(min=1) for k in range(3)]
-    ).max(),
+    group_means=lambda s, x, y: torch.stack([(each(s, x, y) * (y == k)).sum() / (y == k).sum().clamp(min=1)
+        for k in range(3)]).max(),
     advantage=lambda s, x, w, y: (each(s, x, y) * ((w - w.mean()) / (w.std() + 1e-8))).mean(),
-)  # fmt: skip
+)
 programs("either")(
     selected_logits=lambda s, seq, tags: F.cross_entropy(s.net(seq)[tags >= 0], tags[tags >= 0]),
     positives_only=lambda s, x, y, pos: ce(s, x[pos > 0], y[pos > 0], reduction="sum"),
-    class_mean_index_add=lambda s, x, y: (
-        x.new_zeros(3).index_add(0, y, each(s, x, y)) / torch.bincount(y, minlength=3).clamp(min=1)
-    ).sum(),
+    class_mean_index_add=lambda s, x, y: (x.new_zeros(3).index_add(0, y, each(s, x, y)) / torch.bincount(
+        y, minlength=3).clamp(min=1)).sum(),
     balanced_bincount=lambda s, x, y: F.cross_entropy(s.net(x) + torch.bincount(y, minlength=3).clamp(min=1).log(), y),
-    pearson=lambda s, x, z: -(
-        ((a := s.net(x)[:, 0]) - a.mean()) * (z[:, 0] - z[:, 0].mean())
-    ).mean() / (a.std() * z[:, 0].std() + 0.1),
-    unbind_by_length=lambda s, seq, lens: torch.stack(
-        [entropy(s, a[: int(n)]).mean() for a, n in zip(seq, lens, strict=True)]
-    ).mean(),
-)  # fmt: skip
+    pearson=lambda s, x, z: -(((a := s.net(x)[:, 0]) - a.mean()) * (z[:, 0] - z[:, 0].mean())).mean() / (
+        a.std() * z[:, 0].std() + 0.1),
+    unbind_by_length=lambda s, seq, lens: torch.stack([entropy(s, a[: int(n)]).mean() for a, n in zip(
+        seq, lens, strict=True)]).mean(),
+)
 
 # -- statistics over samples
 
 programs("equal")(
-    vicreg_variance=lambda s, x, z: F.mse_loss(a := s.net(x), b := s.net(z))
-    + F.relu(1 - (a.var(0) + 1e-4).sqrt()).mean() + F.relu(1 - (b.var(0) + 1e-4).sqrt()).mean(),
+    vicreg_variance=lambda s, x, z: F.mse_loss(a := s.net(x), b := s.net(z)) + F.relu(
+        1 - (a.var(0) + 1e-4).sqrt()).mean() + F.relu(1 - (b.var(0) + 1e-4).sqrt()).mean(),
     donsker_varadhan=lambda s, x, z: (s.net(z)[:, 0].logsumexp(0) - math.log(len(z))) - s.net(x)[:, 0].mean(),
-    detached_statistics=lambda s, x, y: F.cross_entropy(
-        ((h := s.net(x)) - h.mean(0).detach()) / (h.std(0).detach() + 0.1), y
-    ),
+    detached_statistics=lambda s, x, y: F.cross_entropy(((h := s.net(x)) - h.mean(0).detach()) / (
+        h.std(0).detach() + 0.1), y),
     standardized_input=lambda s, x, y: ce(s, (x - x.mean(0)) / x.std(0), y),
-    load_balance=lambda s, x, y: F.cross_entropy(out := s.net(x), y)
-    + 3 * ((p := out.softmax(1)).mean(0) * F.one_hot(p.argmax(1), 3).to(x.dtype).mean(0)).sum(),
-)  # fmt: skip
+    load_balance=lambda s, x, y: F.cross_entropy(out := s.net(x), y) + 3 * ((p := out.softmax(1)).mean(0) * F.one_hot(
+        p.argmax(1), 3).to(x.dtype).mean(0)).sum(),
+)
 programs("either")(
     batch_norm_by_hand=lambda s, x, y: F.cross_entropy(((h := s.net(x)) - h.mean(0)) / (h.std(0) + 0.1), y),
     histogram=lambda s, x, y: ce(s, x, y) * (1 + torch.histc(x.float(), 4).max().item() / 100),
@@ -555,21 +511,14 @@ programs("refused")(
     simclr=lambda s, x, z: contrastive(torch.cat([a := s.net(x), b := s.net(z)]), torch.cat([b, a])),
     numpy_permutation=lambda s, x, y: ce(s, 0.7 * x + 0.3 * x[np.random.permutation(len(x))], y),  # noqa: NPY002
     cox=lambda s, x, w: -((r := s.net(x)[:, 0][w.argsort()]) - r.logcumsumexp(0)).mean(),
-    fixed_groups=lambda s, x, y: F.cross_entropy(
-        (h := s.net(x).view(2, 4, 3)).sub(h.mean(1, keepdim=True)).view(8, 3), y
-    ),
+    fixed_groups=lambda s, x, y: F.cross_entropy((h := s.net(x).view(2, 4, 3)).sub(h.mean(1, keepdim=True)).view(
+        8, 3), y),
     labels_by_position=lambda s, x: ce(s, x, torch.arange(len(x)) % 3),
 )
 programs("refused", net=lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3)))(
-    batch_norm=ce,
-)
-
-
-programs("equal")(
-    sorted_and_unsorted=lambda s, seq, lens, y: F.cross_entropy(
-        s.net(seq[order := lens.argsort(descending=True)]).mean(1)[order.argsort()], y
-    )
-)
+    batch_norm=ce)
+programs("equal")(sorted_and_unsorted=lambda s, seq, lens, y: F.cross_entropy(
+    s.net(seq[order := lens.argsort(descending=True)]).mean(1)[order.argsort()], y))
 
 # -- what is drawn
 
@@ -577,34 +526,26 @@ programs("equal")(
     mixup_numpy=lambda s, x, z, y: ce(s, (lam := np.random.beta(0.4, 0.4)) * x + (1 - lam) * z, y),  # noqa: NPY002
     mixup_random=lambda s, x, z, y: ce(s, (lam := random.random()) * x + (1 - lam) * z, y),
     mixup_torch=lambda s, x, z, y: ce(s, torch.lerp(x, z, torch.rand((), dtype=x.dtype)), y),
-    random_branch=lambda s, x, y: ce(s, x, y)
-    * (2 if torch.rand(()) < 0.5 else 1) * (2 if random.random() < 0.5 else 1),
-)  # fmt: skip
+    random_branch=lambda s, x, y: ce(s, x, y) * (2 if torch.rand(()) < 0.5 else 1) * (
+        2 if random.random() < 0.5 else 1),
+)
 programs("either")(
     stochastic_depth=lambda s, x, y: ce(s, x * torch.bernoulli(torch.full((len(x), 1), 0.8, dtype=x.dtype)), y),
     numpy_noise=lambda s, x, y: ce(s, x + torch.from_numpy(np.random.randn(len(x), 1)).to(x.dtype), y),  # noqa: NPY002
-    vae_sampled=lambda s, x, z: (
-        F.mse_loss((out := s.net(x))[:, :1] + (out[:, 1:2] / 2).exp() * torch.randn_like(out[:, :1]), z[:, :1])
-        + kl(out).mean()
-    ),
+    vae_sampled=lambda s, x, z: F.mse_loss((out := s.net(x))[:, :1] + (out[:, 1:2] / 2).exp() * torch.randn_like(
+        out[:, :1]), z[:, :1]) + kl(out).mean(),
     gumbel=lambda s, x, z: F.mse_loss(F.gumbel_softmax(s.net(x), hard=True), z[:, :3]),
-    categorical=lambda s, x, w: (
-        -((d := torch.distributions.Categorical(logits=s.net(x))).log_prob(d.sample()) * (w - w.mean())).mean()
-    ),
-    normal_kl=lambda s, x: torch.distributions.kl_divergence(
-        torch.distributions.Normal((out := s.net(x))[:, 0], out[:, 1].exp()),
-        torch.distributions.Normal(0.0, 1.0, validate_args=False),
-    ).mean(),
+    categorical=lambda s, x, w: -((d := torch.distributions.Categorical(logits=s.net(x))).log_prob(d.sample())
+        * (w - w.mean())).mean(),
+    normal_kl=lambda s, x: torch.distributions.kl_divergence(torch.distributions.Normal((out := s.net(x))[:, 0],
+        out[:, 1].exp()), torch.distributions.Normal(0.0, 1.0, validate_args=False)).mean(),
 )
 programs("either", make=attributes(random=lambda: np.random.default_rng(0)))(
-    own_generator_numpy=lambda s, x, y: ce(s, x * (1 + s.random.random()), y)
-)
+    own_generator_numpy=lambda s, x, y: ce(s, x * (1 + s.random.random()), y))
 programs("either", make=attributes(random=lambda: random.Random(0)))(
-    own_generator_python=lambda s, x, y: ce(s, x * (1 + s.random.random()), y)
-)
+    own_generator_python=lambda s, x, y: ce(s, x * (1 + s.random.random()), y))
 programs("either", make=attributes(random=lambda: torch.Generator().manual_seed(0)))(
-    own_generator_torch=lambda s, x, y: ce(s, x * (1 + torch.rand((), generator=s.random)), y)
-)
+    own_generator_torch=lambda s, x, y: ce(s, x * (1 + torch.rand((), generator=s.random)), y))
 
 # -- sizes as numbers
 
@@ -612,9 +553,8 @@ programs("equal")(
     size_numpy=lambda s, x, y: each(s, x, y).sum() / float(np.float32(len(x))) + float(np.sqrt(len(y))) * ce(s, x, y),
     size_range=lambda s, x, y: each(s, x, y).sum() / sum(1 for _ in range(len(x))),
     size_threshold=lambda s, x, y: ce(s, x, y) * (3 if len(x) >= 6 else 1) + (s.net(x).mean() if y.numel() > 7 else 0),
-    size_product=lambda s, seq: (
-        entropy(s, seq).sum() / math.prod(seq.shape[:2]) + entropy(s, seq).sum() / np.prod(seq.shape)
-    ),
+    size_product=lambda s, seq: entropy(s, seq).sum() / math.prod(seq.shape[:2]) + entropy(s, seq).sum() / np.prod(
+        seq.shape),
     size_flattened=lambda s, seq: s.net(seq.flatten(0, 1)).logsumexp(1).view(seq.size(0), -1).sum(1).mean(),
     two_views=lambda s, x, z: F.mse_loss(*s.net(torch.cat([x, z])).chunk(2)),
     three_stacked=lambda s, x, z, neg: s.net(torch.stack([x, z, neg])).logsumexp(-1).mean(1).std(),
@@ -624,26 +564,21 @@ programs("refused")(size_dict=lambda s, x, y: ce(s, x, y) * {8: 0.5}.get(len(x),
 programs("either")(
     size_nested_python=lambda s, x, y: ce(s, x, y) * len([*x]) / len(y.tolist()),
     size_of_nonzero=lambda s, x, y, pos: (each(s, x, y) * pos).sum() / max(1, pos.nonzero().shape[0]),
-    lr_by_loss=lambda s, x, y: (
-        s.trainer.optimizers[0].param_groups[0].update(lr=0.01 * (loss := ce(s, x, y)).item()) or loss
-    ),
+    lr_by_loss=lambda s, x, y: s.trainer.optimizers[0].param_groups[0].update(lr=0.01 * (loss := ce(
+        s, x, y)).item()) or loss,
 )
 
 # -- parameters, gradients, and state that is trained along
 
 programs("equal", make=lambda s: setattr(s, "logs", nn.Parameter(torch.zeros(2))))(
-    learned_loss_weights=lambda s, x, y, z: (
-        (s.logs[0] + (-s.logs[0]).exp() * ce(s, x, y))
-        + (s.logs[1] + (-s.logs[1]).exp() * F.mse_loss(s.net(x), z[:, :3]))
-    ),
-)
+    learned_loss_weights=lambda s, x, y, z: (s.logs[0] + (-s.logs[0]).exp() * ce(s, x, y)) + (
+        s.logs[1] + (-s.logs[1]).exp() * F.mse_loss(s.net(x), z[:, :3])))
 programs("equal")(
     orthogonality=lambda s, x, y: ce(s, x, y) + 0.1 * (s.net[2].weight @ s.net[2].weight.T - torch.eye(3)).pow(2).sum(),
     functional=lambda s, x, y: F.cross_entropy(functional_call(s.net, dict(s.net.named_parameters()), (x,)), y),
 )
 programs("equal", make=attributes(teacher=lambda: mlp().requires_grad_(False)))(
-    distilled=lambda s, x: F.kl_div(s.net(x).log_softmax(1), s.teacher(x).softmax(1), reduction="batchmean")
-)
+    distilled=lambda s, x: F.kl_div(s.net(x).log_softmax(1), s.teacher(x).softmax(1), reduction="batchmean"))
 programs("equal", net=lambda: nn.utils.parametrizations.weight_norm(nn.Linear(6, 3)))(weight_norm=ce)
 programs("either", net=lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(6, 3)))(spectral_norm=ce)
 programs("equal", adam=True)(adamw_masked=masked)
@@ -651,23 +586,13 @@ programs("equal", settings={"accumulate_grad_batches": 3})(accumulation_gaps=mas
 programs("equal", settings={"gradient_clip_val": 0.05})(clipping=ce)
 clip = {"on_before_optimizer_step": lambda s, _: nn.utils.clip_grad_norm_(s.parameters(), 0.1) and None}
 programs("equal", hooks=clip)(max_norm_hook=ce)
-programs(
-    "either", hooks={"on_after_backward": lambda s: [p.grad.clamp_(-0.01, 0.01) for p in s.parameters()] and None}
-)(after_backward_hook=ce)
+clamp = {"on_after_backward": lambda s: [p.grad.clamp_(-0.01, 0.01) for p in s.parameters()] and None}
+programs("either", hooks=clamp)(after_backward_hook=ce)
 programs("either", hooks={"backward": lambda s, loss: (loss * 2).backward()})(backward_hook=ce)
 programs("either", hooks={"on_before_backward": lambda s, loss: s.log("before", loss.exp())})(before_backward_hook=ce)
-decays = {
-    "optimizer_zero_grad": lambda s, *_: [p.grad.mul_(0.5) for p in s.parameters() if p.grad is not None] and None
-}
+decays = {"optimizer_zero_grad": lambda s, *_: [
+    p.grad.mul_(0.5) for p in s.parameters() if p.grad is not None] and None}
 programs("either", hooks=decays)(gradient_memory=ce)
-programs("either")(
-    reads_gradients=lambda s, x, y: (
-        ce(s, x, y) * (1 + sum(float(p.grad.norm()) for p in s.parameters() if p.grad is not None))
-    ),
-    clears_gradients=lambda s, x, y: s.zero_grad() or ce(s, x, y),
-    changes_weights=lambda s, x, y: torch.no_grad()(lambda: s.net[0].bias.mul_(0.9) * 0)().sum() + ce(s, x, y),
-    changes_weight_data=lambda s, x, y: (s.net[0].weight.data.clamp_(-0.3, 0.3), ce(s, x, y))[1],
-)
 
 
 def slope(loss: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, **options: Any) -> torch.Tensor:
@@ -676,20 +601,21 @@ def slope(loss: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, **optio
 
 
 programs("either")(
-    gradient_penalty=lambda s, x, y: ce(s, x, y)
-    + (slope(lambda a: s.net(a).sum(), x, create_graph=True).norm(dim=1) - 1).pow(2).mean(),
+    reads_gradients=lambda s, x, y: ce(s, x, y) * (1 + sum(float(p.grad.norm()) for p in s.parameters()
+        if p.grad is not None)),
+    clears_gradients=lambda s, x, y: s.zero_grad() or ce(s, x, y),
+    changes_weights=lambda s, x, y: torch.no_grad()(lambda: s.net[0].bias.mul_(0.9) * 0)().sum() + ce(s, x, y),
+    changes_weight_data=lambda s, x, y: (s.net[0].weight.data.clamp_(-0.3, 0.3), ce(s, x, y))[1],
+    gradient_penalty=lambda s, x, y: ce(s, x, y) + (slope(lambda a: s.net(a).sum(), x, create_graph=True).norm(dim=1)
+        - 1).pow(2).mean(),
     adversarial_step_size=lambda s, x, y: ce(s, x + (grad := slope(lambda a: ce(s, a, y), x)) / grad.norm(), y),
     backward_in_step=lambda s, x, y: (0.1 * s.net(x).pow(2).mean()).backward() or ce(s, x, y),
-    grad_norm_weights=lambda s, x, y, z: sum(
-        loss / torch.autograd.grad(loss, s.net[2].weight, retain_graph=True)[0].norm().detach()
-        for loss in (ce(s, x, y), F.mse_loss(s.net(x), z[:, :3]))
-    ),
-)  # fmt: skip
-
-programs("either", make=buffer(memory=torch.zeros(CLASSES, 3)))(
-    class_memory=lambda s, x, y: F.cross_entropy(out := s.net(x), y)  # the last sample of a class wins
-    + (out - s.memory.index_put_((y,), 0.5 * s.memory[y] + 0.5 * out.detach())[y]).pow(2).mean()
-)  # fmt: skip
+    grad_norm_weights=lambda s, x, y, z: sum(loss / torch.autograd.grad(loss, s.net[2].weight, retain_graph=True)[
+        0].norm().detach() for loss in (ce(s, x, y), F.mse_loss(s.net(x), z[:, :3]))),
+)
+programs("either", make=buffer(memory=torch.zeros(CLASSES, 3)))(  # the last sample of a class wins
+    class_memory=lambda s, x, y: F.cross_entropy(out := s.net(x), y) + (out - s.memory.index_put_(
+        (y,), 0.5 * s.memory[y] + 0.5 * out.detach())[y]).pow(2).mean())
 
 
 @programs("either", make=buffer(bias=torch.zeros(3)))
@@ -742,8 +668,8 @@ def carried_state(s, x, y):  # truncated backpropagation through time
 
 # -- metrics
 
-
 ACCURACY = {"task": "multiclass", "num_classes": CLASSES}
+MACRO = {**ACCURACY, "average": "macro"}
 
 
 @programs("equal", make=attributes(accuracy=lambda: torchmetrics.Accuracy(**ACCURACY), mean=torchmetrics.MeanMetric))
@@ -756,7 +682,12 @@ def metric_accuracy(s, x, y):
     return loss
 
 
-@programs("either", make=attributes(auroc=lambda: torchmetrics.AUROC(**ACCURACY), cat=torchmetrics.CatMetric))
+AT_END = {"on_train_epoch_end": lambda s: s.log_dict({"auroc": s.auroc.compute(), "first": s.cat.compute()[0],
+    "last": s.cat.compute()[-1]})}
+
+
+@programs("either", hooks=AT_END, make=attributes(
+    auroc=lambda: torchmetrics.AUROC(**ACCURACY), cat=torchmetrics.CatMetric))
 def metric_with_samples(s, x, y):
     out = s.net(x)
     s.auroc.update(out.softmax(1), y)
@@ -764,15 +695,7 @@ def metric_with_samples(s, x, y):
     return F.cross_entropy(out, y)
 
 
-PROGRAMS["metric_with_samples"].hooks["on_train_epoch_end"] = lambda s: s.log_dict(
-    {"auroc": s.auroc.compute(), "first": s.cat.compute()[0], "last": s.cat.compute()[-1]}
-)
-
-
-macro = {**ACCURACY, "average": "macro"}
-
-
-@programs("either", make=attributes(f1=lambda: torchmetrics.F1Score(**macro), top=torchmetrics.MaxMetric))
+@programs("either", make=attributes(f1=lambda: torchmetrics.F1Score(**MACRO), top=torchmetrics.MaxMetric))
 def metric_step_value(s, x, y):
     out = s.net(x)
     value = s.f1(out, y)
@@ -788,27 +711,14 @@ def net(*layers: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     return lambda: nn.ModuleList([layer() for layer in layers])
 
 
-def embedding() -> nn.Module:
-    return nn.Embedding(WORDS, 6, padding_idx=0)
-
-
 def linear(inputs: int, outputs: int = CLASSES) -> Callable[[], nn.Module]:
     return lambda: nn.Linear(inputs, outputs)
 
 
-def encoder() -> nn.Module:
-    return nn.TransformerEncoderLayer(6, 2, 12, dropout=0.0, batch_first=True)
-
-
-programs("equal", net=net(embedding, encoder, linear(6)))(
-    transformer_padded=lambda s, ids, y: F.cross_entropy(
-        s.net[2](
-            (s.net[1](s.net[0](ids), src_key_padding_mask=ids == 0) * (known := (ids != 0).unsqueeze(-1))).sum(1)
-            / known.sum(1)
-        ),
-        y,
-    )
-)
+programs("equal", net=net(lambda: nn.Embedding(WORDS, 6, padding_idx=0), lambda: nn.TransformerEncoderLayer(
+    6, 2, 12, dropout=0.0, batch_first=True), linear(6)))(
+    transformer_padded=lambda s, ids, y: F.cross_entropy(s.net[2]((s.net[1](s.net[0](ids),
+        src_key_padding_mask=ids == 0) * (known := (ids != 0).unsqueeze(-1))).sum(1) / known.sum(1)), y))
 
 
 @programs("equal", net=net(lambda: nn.GRUCell(6, 8), linear(8)))
@@ -819,9 +729,7 @@ def cell_loop(s, seq, y):
     return F.cross_entropy(s.net[1](hidden), y)
 
 
-programs("either")(
-    per_sample_vmap=lambda s, x, y: vmap(lambda a, b: F.cross_entropy(s.net(a), b))(x, y).mean(),
-)
+programs("either")(per_sample_vmap=lambda s, x, y: vmap(lambda a, b: F.cross_entropy(s.net(a), b))(x, y).mean())
 
 
 @programs("equal", net=net(linear(6), linear(6), linear(6, 2)))

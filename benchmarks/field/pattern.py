@@ -1,7 +1,8 @@
 """A pattern: one way to train in PyTorch, as a real library or a real project does it, small enough for a CPU.
 
-A pattern is a function that imports its library, makes its data, and returns a `Run`. Nothing is downloaded: weights
-and data are random, the structure is the library's own.
+Most patterns are rows: a name, a library, two batch sizes, what is imported, a function of that which builds the
+network, data, and how the loss follows. Where the library has more of its own, a function returns a `Run`. Nothing is
+downloaded: weights and data are random, the structure is the library's own.
 """
 
 import importlib
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -35,18 +37,6 @@ class Pattern:
     make: Callable[[], Run]
     sizes: tuple[int, int]
     steps: int
-
-
-def pattern(
-    library: str = "torch", sizes: tuple[int, int] = (4, 16), steps: int = 3
-) -> Callable[[Callable[[], Run]], Callable[[], Run]]:
-    """Registers a function under its own name."""
-
-    def register(make: Callable[[], Run]) -> Callable[[], Run]:
-        add(make.__name__, library, sizes, make, steps)
-        return make
-
-    return register
 
 
 def add(name: str, library: str, sizes: tuple[int, int], make: Callable[[], Run], steps: int = 3) -> None:
@@ -87,19 +77,20 @@ def data(
     )
 
 
-def images(side: int, classes: int = 10, channels: int = 3) -> Callable[[int, int], DataLoader]:
-    return data(lambda i: (torch.randn(channels, side, side), i % classes))
+def noise(*shapes: tuple[int, ...]) -> Callable[[int, int], DataLoader]:
+    return data(lambda _: tuple(torch.randn(shape) for shape in shapes))
 
 
-def vectors(features: int, classes: int = 10) -> Callable[[int, int], DataLoader]:
-    return data(lambda i: (torch.randn(features), i % classes))
+def classed(*shape: int, classes: int = 10) -> Callable[[int, int], DataLoader]:
+    """A random tensor, and its class."""
+    return data(lambda i: (torch.randn(shape), i % classes))
 
 
-def regression(features: int, targets: int = 1) -> Callable[[int, int], DataLoader]:
-    return data(lambda _: (torch.randn(features), torch.randn(targets)))
+def images(side: int) -> Callable[[int, int], DataLoader]:
+    return classed(3, side, side)
 
 
-def tokens(length: int, vocabulary: int = 1000) -> Callable[[int, int], DataLoader]:
+def tokens(length: int, vocabulary: int = 500) -> Callable[[int, int], DataLoader]:
     """Tokens and the next tokens."""
     return data(lambda _: (torch.randint(vocabulary, (length,)), torch.randint(vocabulary, (length,))))
 
@@ -144,21 +135,56 @@ class Step(pl.LightningModule):
 
 def classify(network: nn.Module, batch: Any) -> Tensor:
     x, y = batch
-    return nn.functional.cross_entropy(network(x), y)
+    return F.cross_entropy(network(x), y)
 
 
 def regress(network: nn.Module, batch: Any) -> Tensor:
     x, y = batch
-    return nn.functional.mse_loss(network(x), y)
+    return F.mse_loss(network(x), y)
 
 
 def next_token(network: nn.Module, batch: Any) -> Tensor:
     x, y = batch
-    return nn.functional.cross_entropy(network(x).flatten(0, 1), y.flatten())
+    return F.cross_entropy(network(x).flatten(0, 1), y.flatten())
 
 
-def classifier(network: Callable[[], nn.Module], optimizer: MakeOptimizer = adam) -> Callable[[], Step]:
-    return lambda: Step(network(), classify, optimizer)
+def row(
+    name: str,
+    library: str,
+    sizes: tuple[int, int],
+    imports: str,
+    network: Callable[..., Any],
+    samples: Callable[[], Any],
+    loss: Loss = classify,
+    optimizer: MakeOptimizer = adam,
+    steps: int = 3,
+    **trainer: Any,
+) -> None:
+    """A pattern. From what is imported before, `network` makes a network, one with its loss, or a LightningModule."""
+
+    def make() -> Run:
+        known, made = [of(path) for path in imports.split()], samples()
+
+        def build() -> pl.LightningModule:
+            found = network(*known)
+            if hasattr(found, "training_step"):
+                return found
+            return Step(*found, optimizer) if isinstance(found, tuple) else Step(found, loss, optimizer)
+
+        return Run(build, made, trainer)
+
+    add(name, library, sizes, make, steps)
+
+
+def pattern(*given: Any, **options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """A row whose network is a function; its name is the pattern's."""
+
+    def register(network: Callable[..., Any]) -> Callable[..., Any]:
+        library, sizes, imports, *rest = given
+        row(network.__name__, library, sizes, imports, network, *rest, **options)
+        return network
+
+    return register
 
 
 class Net(nn.Module):

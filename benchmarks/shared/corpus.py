@@ -57,7 +57,10 @@ class Training:
 
     def module(self) -> pl.LightningModule:
         """The module that the Trainer fits."""
-        return {"gan": Gan, "contrastive": Contrastive}.get(self.family, Supervised)(self)
+        choose = OPTIMIZERS[self.optimizer]
+        if self.family == "gan":
+            return zoo.GAN(choose)
+        return zoo.Contrastive(choose, self.network()) if self.family == "contrastive" else Supervised(self)
 
     def settings(self) -> dict[str, Any]:
         """The settings of a training, as a recording keeps it."""
@@ -65,48 +68,19 @@ class Training:
         return {name: value for name, value in settings.items() if name not in ("name", "network", "dataset", "loss")}
 
 
-class Supervised(pl.LightningModule):
+class Supervised(zoo.Supervised):
     """A network, a loss and one optimizer."""
 
     def __init__(self, training: Training) -> None:
-        super().__init__()
-        self.training_case = training
         network = training.network()
         if training.channels_last:
             network = network.to(memory_format=torch.channels_last)
-        self.network = torch.compile(network) if training.compiled else network
+        network = torch.compile(network) if training.compiled else network
+        super().__init__(network, OPTIMIZERS[training.optimizer], training.loss)
+        self.channels_last = training.channels_last
 
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        x, y = batch
-        if self.training_case.channels_last:
-            x = x.contiguous(memory_format=torch.channels_last)
-        return self.training_case.loss(self.network(x), y)
-
-    def configure_optimizers(self) -> Any:
-        return OPTIMIZERS[self.training_case.optimizer](self.parameters())
-
-
-class Gan(zoo.GAN):
-    """The zoo's GAN with an optimizer of the corpus."""
-
-    def __init__(self, training: Training) -> None:
-        super().__init__("adam")
-        self.choose = OPTIMIZERS[training.optimizer]
-
-    def configure_optimizers(self) -> Any:
-        return [self.choose(self.generator.parameters()), self.choose(self.discriminator.parameters())], []
-
-
-class Contrastive(zoo.Contrastive):
-    """The zoo's contrastive loss with a tower and an optimizer of the corpus."""
-
-    def __init__(self, training: Training) -> None:
-        super().__init__("adam")
-        self.tower = training.network()
-        self.choose = OPTIMIZERS[training.optimizer]
-
-    def configure_optimizers(self) -> Any:
-        return self.choose(self.parameters())
+    def forward(self, x: Tensor) -> Tensor:
+        return self.network(x.contiguous(memory_format=torch.channels_last) if self.channels_last else x)
 
 
 # Networks in realistic shapes -----------------------------------------------------------------------------------------
@@ -239,7 +213,7 @@ BASES = (
     Training("vgg", "cnn", vgg, zoo.images(3, 96, 1000), 128, history=True),
     Training("separable", "cnn", separable, zoo.images(3, 160, 1000), 128, history=True),
     Training("resnet_small", "cnn", zoo.resnet_small, zoo.images(3, 64), 256),
-    Training("unet", "unet", lambda: zoo.UNet(64), zoo.masked_images(3, 128, 4), 16, history=True),
+    Training("unet", "unet", lambda: zoo.UNet(64), zoo.images(3, 128, 4, masks=True), 16, history=True),
     Training("vit", "transformer", VisionTransformer, IMAGES, 64),
     Training("bert", "transformer", bert, zoo.token_classes(30522, 256), 32),
     Training("gpt", "transformer", gpt(), TEXT, 8, zoo.token_loss, history=True),

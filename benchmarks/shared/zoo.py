@@ -8,7 +8,6 @@ Every case is plain torch and synthetic data, needs no download, and steps in we
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import pytorch_lightning as pl
@@ -62,44 +61,54 @@ POOL = 64
 CLASSES = 10
 
 
+def columns(make: Callable[[], tuple[Tensor, Tensor]]) -> Callable[[int], Dataset]:
+    return lambda length: Repeating(length, *make())
+
+
 def vectors(features: int) -> Callable[[int], Dataset]:
-    return lambda length: Repeating(length, torch.randn(POOL, features), torch.randint(CLASSES, (POOL,)))
+    return columns(lambda: (torch.randn(POOL, features), torch.randint(CLASSES, (POOL,))))
 
 
-def images(channels: int, side: int, classes: int = CLASSES) -> Callable[[int], Dataset]:
-    return lambda length: Repeating(length, torch.randn(POOL, channels, side, side), torch.randint(classes, (POOL,)))
-
-
-def masked_images(channels: int, side: int, classes: int) -> Callable[[int], Dataset]:
-    shape, labels = (POOL, channels, side, side), (POOL, side, side)
-    return lambda length: Repeating(length, torch.randn(shape), torch.randint(classes, labels))
+def images(channels: int, side: int, classes: int = CLASSES, *, masks: bool = False) -> Callable[[int], Dataset]:
+    labels = (POOL, side, side) if masks else (POOL,)
+    return columns(lambda: (torch.randn(POOL, channels, side, side), torch.randint(classes, labels)))
 
 
 def token_classes(vocabulary: int, tokens: int) -> Callable[[int], Dataset]:
-    return lambda length: Repeating(length, torch.randint(vocabulary, (POOL, tokens)), torch.randint(CLASSES, (POOL,)))
+    return columns(lambda: (torch.randint(vocabulary, (POOL, tokens)), torch.randint(CLASSES, (POOL,))))
 
 
 def next_tokens(vocabulary: int, tokens: int) -> Callable[[int], Dataset]:
-    text = partial(torch.randint, vocabulary, (POOL, tokens))
-    return lambda length: Repeating(length, text(), text())
+    return columns(lambda: tuple(torch.randint(vocabulary, (POOL, tokens)) for _ in range(2)))
 
 
 def image_pairs(channels: int, side: int) -> Callable[[int], Dataset]:
-    shape = (POOL, channels, side, side)
-    return lambda length: Repeating(length, torch.randn(shape), torch.randn(shape))
+    return columns(lambda: tuple(torch.randn(POOL, channels, side, side) for _ in range(2)))
 
 
 # Modules -------------------------------------------------------------------------------------------------------------
 
 
-class Supervised(pl.LightningModule):
+Choice = str | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]  # a name of `OPTIMIZERS`, or what makes one
+
+
+class Module(pl.LightningModule):
+    """A module with an optimizer of all its parameters."""
+
+    def __init__(self, optimizer: Choice) -> None:
+        super().__init__()
+        self.choose = OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer
+
+    def configure_optimizers(self) -> Any:
+        return self.choose(self.parameters())
+
+
+class Supervised(Module):
     """A network, a loss and one optimizer: what most LightningModules are."""
 
-    def __init__(self, network: nn.Module, optimizer_name: str, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.network = network
-        self.optimizer_name = optimizer_name
-        self.loss = loss
+    def __init__(self, network: nn.Module, optimizer: Choice, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__(optimizer)
+        self.network, self.loss = network, loss
 
     def forward(self, x: Tensor) -> Tensor:
         return self.network(x)
@@ -108,16 +117,13 @@ class Supervised(pl.LightningModule):
         x, y = batch
         return self.loss(self(x), y)
 
-    def configure_optimizers(self) -> Any:
-        return OPTIMIZERS[self.optimizer_name](self.parameters())
 
-
-def classifier(network: Callable[[], nn.Module]) -> Callable[[str], pl.LightningModule]:
-    return lambda optimizer_name: Supervised(network(), optimizer_name, F.cross_entropy)
+def classifier(network: Callable[[], nn.Module], loss: Any = F.cross_entropy) -> Callable[[str], pl.LightningModule]:
+    return lambda optimizer: Supervised(network(), optimizer, loss)
 
 
 def language_model(network: Callable[[], nn.Module]) -> Callable[[str], pl.LightningModule]:
-    return lambda optimizer_name: Supervised(network(), optimizer_name, token_loss)
+    return classifier(network, token_loss)
 
 
 def token_loss(logits: Tensor, tokens: Tensor) -> Tensor:
@@ -309,22 +315,20 @@ def decoder(width: int = 32) -> nn.Sequential:
 
 
 class Autoencoder(Supervised):
-    def __init__(self, optimizer_name: str) -> None:
-        super().__init__(nn.Sequential(encoder(), decoder()), optimizer_name, F.mse_loss)
+    def __init__(self, optimizer: Choice) -> None:
+        super().__init__(nn.Sequential(encoder(), decoder()), optimizer, F.mse_loss)
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         x, _ = batch
         return self.loss(self(x), x)
 
 
-class GAN(pl.LightningModule):
+class GAN(Module):
     """Two networks that step in turn by hand, each while the other is frozen."""
 
-    def __init__(self, optimizer_name: str, latent: int = 64) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-        self.optimizer_name = optimizer_name
-        self.latent = latent
+    def __init__(self, optimizer: Choice, latent: int = 64) -> None:
+        super().__init__(optimizer)
+        self.automatic_optimization, self.latent = False, latent
         self.generator = nn.Sequential(nn.Linear(latent, 128 * 4 * 4), nn.Unflatten(1, (128, 4, 4)), decoder())
         self.discriminator = nn.Sequential(encoder(), nn.Flatten(), nn.Linear(128 * 4 * 4, 1))
 
@@ -351,17 +355,15 @@ class GAN(pl.LightningModule):
         self.untoggle_optimizer(discriminator_optimizer)
 
     def configure_optimizers(self) -> Any:
-        optimizer = OPTIMIZERS[self.optimizer_name]
-        return [optimizer(self.generator.parameters()), optimizer(self.discriminator.parameters())], []
+        return [self.choose(self.generator.parameters()), self.choose(self.discriminator.parameters())], []
 
 
-class TwoOptimizers(pl.LightningModule):
+class TwoOptimizers(Module):
     """A body and a head, one backward, two optimizers stepped by hand; the body's only every second batch."""
 
-    def __init__(self, optimizer_name: str) -> None:
-        super().__init__()
+    def __init__(self, optimizer: Choice) -> None:
+        super().__init__(optimizer)
         self.automatic_optimization = False
-        self.optimizer_name = optimizer_name
         self.body = nn.Sequential(*list(mlp(width=1024))[:-1])
         self.head = nn.Sequential(nn.Linear(1024, 512), nn.GELU(), nn.Linear(512, CLASSES))
 
@@ -376,16 +378,16 @@ class TwoOptimizers(pl.LightningModule):
             body_optimizer.zero_grad()
 
     def configure_optimizers(self) -> Any:
-        return OPTIMIZERS[self.optimizer_name](self.body.parameters()), torch.optim.SGD(self.head.parameters(), lr=0.1)
+        return self.choose(self.body.parameters()), torch.optim.SGD(self.head.parameters(), lr=0.1)
 
 
-class Contrastive(pl.LightningModule):
+class Contrastive(Module):
     """Every sample against every other: the loss grows with the square of the batch size."""
 
-    def __init__(self, optimizer_name: str) -> None:
-        super().__init__()
-        self.optimizer_name = optimizer_name
-        self.tower = nn.Sequential(nn.Flatten(), nn.Linear(3 * 16 * 16, 512), nn.GELU(), nn.Linear(512, 128))
+    def __init__(self, optimizer: Choice, tower: nn.Module | None = None) -> None:
+        super().__init__(optimizer)
+        layers = (nn.Flatten(), nn.Linear(3 * 16 * 16, 512), nn.GELU(), nn.Linear(512, 128))
+        self.tower = tower or nn.Sequential(*layers)
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         first, second = (F.normalize(self.tower(view), dim=-1) for view in batch)
@@ -393,15 +395,12 @@ class Contrastive(pl.LightningModule):
         same = torch.arange(len(first), device=first.device)
         return (F.cross_entropy(similarity, same) + F.cross_entropy(similarity.T, same)) / 2
 
-    def configure_optimizers(self) -> Any:
-        return OPTIMIZERS[self.optimizer_name](self.parameters())
-
 
 class Logged(Supervised):
     """Logs its loss, keeps a torchmetrics accuracy and steps a learning rate schedule."""
 
-    def __init__(self, optimizer_name: str) -> None:
-        super().__init__(cnn(), optimizer_name, F.cross_entropy)
+    def __init__(self, optimizer: Choice) -> None:
+        super().__init__(cnn(), optimizer, F.cross_entropy)
         self.accuracy = torchmetrics.classification.MulticlassAccuracy(CLASSES)
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
@@ -429,7 +428,7 @@ CASES = (
     Case("mlp", classifier(mlp), vectors(512), (64, 256, 1024), ALL_OPTIMIZERS),
     Case("cnn_batch_norm", classifier(cnn), images(3, 32), (16, 32, 64), ALL_OPTIMIZERS),
     Case("resnet", classifier(resnet_small), images(3, 48), (8, 16, 32)),
-    Case("unet", lambda name: Supervised(UNet(), name, F.cross_entropy), masked_images(3, 48, 4), (4, 8, 16)),
+    Case("unet", classifier(UNet), images(3, 48, 4, masks=True), (4, 8, 16)),
     Case("lstm", classifier(LSTMClassifier), token_classes(4000, 32), (8, 32, 64)),
     Case("transformer", classifier(EncoderClassifier), token_classes(4000, 64), (8, 16, 32)),
     Case("gpt", language_model(gpt_small), WORDS, (4, 8, 16), ALL_OPTIMIZERS),
