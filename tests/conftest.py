@@ -138,6 +138,7 @@ def _capture_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_memguard.core.isolation.pool.can_fork", lambda: False)
     # Only a child, which ends, may unfreeze all objects: each later collection of this process would search them.
     monkeypatch.setattr("lightning_memguard.training.data.workers.collected_bytes", lambda: 0)
+    gc.freeze()  # as a child does: each collection of a capture would search what earlier tests left
 
 
 @pytest.fixture
