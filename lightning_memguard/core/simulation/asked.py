@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._mode_utils import no_dispatch
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_memguard.core.isolation.pool import in_child
 from lightning_memguard.core.kernels import table
@@ -38,14 +38,10 @@ def scratch_bytes(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, An
     nbytes = sum(tensor.numel() * tensor.element_size() for tensor in read)
     if not in_child() or nbytes > _MOST_BYTES or any(tensor.device.type != "cpu" for tensor in read):
         return None
-    key = f"{func} {tree_map(_described, (args, kwargs))}"
+    key = f"{func} {tree_map_only(Tensor, lambda x: (x.shape, x.stride(), x.dtype), (args, kwargs))}"
     if key not in _known:
         _known[key] = _asked(func, args, kwargs)
     return _known[key]
-
-
-def _described(value: object) -> object:
-    return (value.shape, value.stride(), value.dtype) if isinstance(value, Tensor) else value
 
 
 def _asked(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
@@ -69,7 +65,9 @@ def _run(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> in
     profiler, autograd = torch._C._profiler, cast("Any", torch._C._autograd)
     options = False, True, False, False, False, profiler._ExperimentalConfig()  # with memory
     with no_dispatch(), torch._C._AutoDispatchBelowAutograd():
-        args, kwargs = tree_map(_zeros, (args, kwargs))
+        args, kwargs = tree_map_only(
+            Tensor, lambda x: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype).zero_(), (args, kwargs)
+        )
         autograd._enable_profiler_legacy(profiler.ProfilerConfig(profiler.ProfilerState.CPU, *options))
         results = func(*args, **kwargs)
         threads = autograd._disable_profiler_legacy(autograd._ProfilerDisableOptions(True, True))
@@ -78,9 +76,3 @@ def _run(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> in
         event.cpu_memory_usage() for events in threads for event in events if event.kind() == "memory_alloc"
     ]
     return max(0, *accumulate(blocks)) - sum(blocks)
-
-
-def _zeros(value: object) -> object:
-    if not isinstance(value, Tensor):
-        return value
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype).zero_()
