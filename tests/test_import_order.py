@@ -103,7 +103,6 @@ ROOMS = {
         "__init__",
         "holders",
         "counters",
-        "naming",
         "storages",
         "kernel_scratch",
         "work",

@@ -37,18 +37,6 @@ def this_cpu(threads: int) -> CpuTarget:
     return CpuTarget(threads, channel_block, *(ask is not None and bool(ask()) for ask in asked))
 
 
-def _with_flags(target: CudaTarget) -> CudaTarget:
-    """The target as torch is set now; a model's hooks may set it."""
-    cudnn: Any = torch.backends.cudnn
-    return replace(
-        target,
-        deterministic=torch.are_deterministic_algorithms_enabled() or cudnn.deterministic,
-        tf32=cudnn.conv.fp32_precision == "tf32",  # ``allow_tf32`` raises if convolutions and RNNs differ
-        benchmark=cudnn.benchmark,
-        cudnn=sdpa.cudnn_version(),
-    )
-
-
 class KernelScratch:
     """Records the results of operators, with what their kernels take next to them.
 
@@ -72,8 +60,15 @@ class KernelScratch:
 
     def begin_phase(self) -> None:
         """Read the flags that a model's hooks may have set."""
+        cudnn: Any = torch.backends.cudnn
         if isinstance(self.target, CudaTarget):
-            self.target = _with_flags(self.target)
+            self.target = replace(
+                self.target,
+                deterministic=torch.are_deterministic_algorithms_enabled() or cudnn.deterministic,
+                tf32=cudnn.conv.fp32_precision == "tf32",  # ``allow_tf32`` raises if convolutions and RNNs differ
+                benchmark=cudnn.benchmark,
+                cudnn=sdpa.cudnn_version(),
+            )
 
     def note(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: object) -> None:
         """Record what an operator allocated: scratch, results, and scratch next to the results."""
@@ -96,7 +91,8 @@ class KernelScratch:
                 self._scratch(scratch, -1, name)
         # a real storage has its true size
         kept = scratch.kept if results and isinstance(results[0], FakeTensor) else 0
-        for place in _order_made(func, results):
+        # In the order in which results are allocated: dropout's mask comes first.
+        for place in (1, 0) if func is _DROPOUT and len(results) > 1 else range(len(results)):
             storages.watch(results[place], name, kept)
             kept = 0
             if rule:
@@ -127,11 +123,6 @@ class KernelScratch:
         self._blocks += len(events) // 2
         self._storages.rows += events
         self.spans.append(ScratchSpan(start, len(self._storages.rows), len(self.kernels) - 1, place, like))
-
-
-def _order_made(func: OpOverload, results: Sequence[Tensor]) -> Sequence[int]:
-    """The places of an operator's results in the order in which they are allocated: dropout's mask comes first."""
-    return (1, 0) if func is _DROPOUT and len(results) > 1 else range(len(results))
 
 
 @functools.cache

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import MethodWrapperType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,8 +26,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_memguard.core.batch.nesting import is_dense
 from lightning_memguard.core.capture.counters import Counters, Due
 from lightning_memguard.core.capture.kernel_scratch import KernelScratch
-from lightning_memguard.core.capture.naming import written_path
-from lightning_memguard.core.capture.storages import Storages, plain_tensors
+from lightning_memguard.core.capture.storages import Storages, plain_tensors, written_path
 from lightning_memguard.core.capture.work import work_of
 from lightning_memguard.core.foreign import aten as _aten
 from lightning_memguard.core.foreign import find, patched
@@ -49,12 +48,9 @@ from lightning_memguard.core.simulation.fake import Function
 from lightning_memguard.core.simulation.value_sizes import ValueSizes, assumption
 from lightning_memguard.core.trace.kept import Kept
 from lightning_memguard.core.trace.scratch import CudaTarget
-from lightning_memguard.core.trace.trace import Event, Trace
+from lightning_memguard.core.trace.trace import Event, Method, Shares, Trace
 from lightning_memguard.core.trace.work import COMMUNICATION, Work
 from lightning_memguard.errors import CannotTraceError, MemGuardError
-
-if TYPE_CHECKING:
-    from lightning_memguard.core.trace.trace import Method, Shares
 
 _device_of = torch.ops.prim.device.default
 _COMPOSED = torch._C.DispatchKey.CompositeImplicitAutograd
@@ -174,7 +170,8 @@ class Recorder(Storages, TorchDispatchMode):
                 self._note_work(func, args, kwargs, known)
             return known
         args, written = masked(func, args), in_place(func)
-        if (written is not None and self._is_of_this_node(args[0])) or self._is_bias_of_linear(func, args):
+        of_this_node = written is not None and self.block_behind(args[0]) >= self._first_of_node
+        if of_this_node or self._is_bias_of_linear(func, args):
             func = written or _ADD_
         taken_apart = self._taken_apart(func)
         if taken_apart is not None:
@@ -192,10 +189,6 @@ class Recorder(Storages, TorchDispatchMode):
         finally:
             self._line = None
         return out
-
-    def _is_of_this_node(self, tensor: Tensor) -> bool:
-        """Whether the node of the backward pass that runs now made a tensor's storage."""
-        return self.block_behind(tensor) >= self._first_of_node
 
     def _is_bias_of_linear(self, func: OpOverload, args: tuple[Any, ...]) -> bool:
         """Whether a Linear adds its bias to a product that it has made, which is in place on plain tensors."""
@@ -238,7 +231,8 @@ class Recorder(Storages, TorchDispatchMode):
         if func is _DISTANCES:
             return self._as_called(view=True)(functools.partial(func._op_dk, _EXPLICIT))
         if (self._below_autograd or torch.is_inference_mode_enabled()) and _is_composed(func, self.device_type):
-            return self._as_called(view=_returns_view(func))(functools.partial(func._op_dk, _COMPOSED))
+            returns_view = any(result.alias_info is not None for result in func._schema.returns)
+            return self._as_called(view=returns_view)(functools.partial(func._op_dk, _COMPOSED))
         return None
 
     @contextmanager
@@ -305,7 +299,9 @@ class Recorder(Storages, TorchDispatchMode):
         )
         assumed, shares = (*notes, *self.assumptions), self._value_sizes.noted
         read = batch_size, self.device_type, method, events, assumed, kernels, spans, self._batch, held_at, shares
-        return Trace(*read, kept=self.kept, work=self._work_of_step())
+        # The work of a batch and an optimizer step, the last noted: the first ones also make states.
+        last = {updates: work for (_, updates), work in sorted(self._work.items())}
+        return Trace(*read, kept=self.kept, work=tuple(itertools.chain.from_iterable(last.values())))
 
     def _note_work(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: object) -> None:
         noted = None if self.phase == "setup" else self._work_noted(updates=self.phase == "optimizer")
@@ -326,11 +322,6 @@ class Recorder(Storages, TorchDispatchMode):
         noted = self._work_noted(updates=True)
         if noted is not None:
             noted.append(Work(COMMUNICATION, 0, nbytes, updates=True))
-
-    def _work_of_step(self) -> tuple[Work, ...]:
-        """Return the work of a batch and an optimizer step, the last noted: the first ones also make states."""
-        by_kind = {updates: work for (_, updates), work in sorted(self._work.items())}
-        return tuple(itertools.chain.from_iterable(by_kind.values()))
 
 
 _NOTED_STEPS = 2
@@ -357,11 +348,6 @@ def _is_composed(func: OpOverload, device_type: str) -> bool:
     has_kernel, name = torch._C._dispatch_has_kernel_for_dispatch_key, func.name()
     own = device_type == "cuda" and func is _FUSED_RMS_NORM  # builds for the CPU alone do not know of it
     return has_kernel(name, _COMPOSED) and not (own or has_kernel(name, device_type.upper()))
-
-
-@functools.cache
-def _returns_view(func: OpOverload) -> bool:
-    return any(result.alias_info is not None for result in func._schema.returns)
 
 
 def call_with_overrides(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
@@ -447,8 +433,9 @@ def watching(recorder: Recorder, module: nn.Module) -> Iterator[None]:
         recorder.label(module.parameters(), "parameters")
         recorder.label(module.buffers(), "buffers")
         on_cpu = recorder.device_type == "cpu"
-        if on_cpu:
-            recorder.label(_unregistered(module), "buffers")
+        if on_cpu:  # modules keep other tensors as they are: unlike buffers, they are not moved to a GPU
+            values = (value for each in module.modules() for value in vars(each).values())
+            recorder.label((value for value in values if isinstance(value, Tensor) and is_dense(value)), "buffers")
         # Under a dispatch mode the engine adds gradients out of place, without one in place: the walk does the latter.
         walked = fake_cuda.simulated_gpu() is not None or (on_cpu and fake_cuda.can_simulate_cuda())
         exits.enter_context(streams.watched(recorder.waiting))
@@ -467,12 +454,6 @@ def watching(recorder: Recorder, module: nn.Module) -> Iterator[None]:
             exits.enter_context(fast_paths.taken())
         exits.enter_context(recorder)
         yield
-
-
-def _unregistered(module: nn.Module) -> Iterator[Tensor]:
-    """Tensors that modules keep as they are: unlike buffers, they are not moved to a GPU."""
-    for each in module.modules():
-        yield from (value for value in vars(each).values() if isinstance(value, Tensor) and is_dense(value))
 
 
 def _watched(recorder: Recorder, make: Callable[[], Tensor]) -> Callable[[], Tensor]:
@@ -496,8 +477,8 @@ def gradients_of(optimizers: Iterable[torch.optim.Optimizer], module: nn.Module)
 
 def states_of(optimizers: Iterable[torch.optim.Optimizer]) -> list[Tensor]:
     """The tensors in the optimizers' states."""
-    leaves = [tree_leaves(dict(optimizer.state)) for optimizer in optimizers]
-    return [leaf for group in leaves for leaf in group if isinstance(leaf, Tensor)]
+    leaves = tree_leaves([dict(optimizer.state) for optimizer in optimizers])
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
 def part_bytes(parts: Mapping[str, Iterable[Tensor]], device_type: str) -> dict[str, int]:

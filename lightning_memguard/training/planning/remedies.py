@@ -14,9 +14,9 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
-from lightning_memguard.core.capture.naming import written_path
 from lightning_memguard.core.capture.predict import Prediction
 from lightning_memguard.core.capture.program import Program, SwapOptimizer
+from lightning_memguard.core.capture.storages import written_path
 from lightning_memguard.core.trace.trace import Trace
 from lightning_memguard.errors import CannotTraceError
 from lightning_memguard.training.facts.ranks import attempt
