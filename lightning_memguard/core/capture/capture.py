@@ -287,13 +287,13 @@ def capture(program: Program, batch_size: int, method: Method, variant: Variant 
 def _begin() -> None:
     run_on_one_thread()  # the others did not come along, and would be waited for
     leave_driver_alone()
-    save: Any = torch.save
+    save = torch.save
 
-    def save_to_objects_alone(content: object, file: object, *args: Any, **kwargs: Any) -> None:
+    def save_to_objects_alone(content: object, file: Any, *args: Any, **kwargs: Any) -> None:
         if not isinstance(file, str | os.PathLike):  # the C++ writer of a file would be refused
             save(content, file, *args, **kwargs)
 
-    torch.save = save_to_objects_alone
+    torch.save = cast("Any", save_to_objects_alone)
 
 
 def _value(result: T | CaptureFailedError) -> T:

@@ -723,15 +723,15 @@ def _traces_and_growth(
     """Traces at a few sizes, and their growth if they agree."""
     if not scalable:
         return [capture(program, asked, method)], None
-    sizes, fourth_size = FAKE_SIZES[:2] if captures.foresees or captures.rough else FAKE_SIZES[:3], FAKE_SIZES[3]
+    fourth_size = FAKE_SIZES[3]
     try:
-        traces = _all_captured(captures, program, sizes, method)
+        traces = _all_captured(captures, program, FAKE_SIZES[: 2 if captures.foresees or captures.rough else 3], method)
     except CaptureFailedError as error:
         if error.value_needed:
             raise
         try:
-            sizes, fourth_size = tuple(asked << doubling for doubling in range(3)), asked << 3
-            traces = _all_captured(captures, program, sizes, method)
+            traces = _all_captured(captures, program, [asked << doubling for doubling in range(3)], method)
+            fourth_size = asked << 3
         except CaptureFailedError:  # the size asked for is the last that may run
             return [capture(program, asked, method)], None
     likely = captures.next_size(program, traces[:2])

@@ -9,15 +9,11 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import TYPE_CHECKING
 
 from lightning_memguard.core.kernels.arguments import CpuCall, Rules, after, moments, operands
 from lightning_memguard.core.kernels.cpu_products import half_kind, product_bytes
 from lightning_memguard.core.kernels.layout import copy_bytes, is_half, is_ordered, transposing_tile_bytes
-from lightning_memguard.core.trace.scratch import FLOAT, NONE, ByteRange, CpuTarget, Scratch, nbytes, up
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from lightning_memguard.core.trace.scratch import FLOAT, NONE, ByteRange, CpuTarget, Scratch, Tensor, nbytes, up
 
 RULES = Rules[CpuTarget]()
 
@@ -26,11 +22,6 @@ def _is_channels_last(tensor: Tensor) -> bool:
     """Whether an image batch has its channels innermost, and is not contiguous."""
     is_turned = tensor.dim() == 4 and not tensor.is_contiguous()
     return is_turned and is_ordered(tensor.shape, tensor.stride(), channels_last=True)
-
-
-def _dense_copy(tensor: Tensor) -> int:
-    """Bytes of the copy of a tensor that is in neither of the two orders that kernels take."""
-    return 0 if _is_channels_last(tensor) else copy_bytes(tensor)
 
 
 # -- normalization
@@ -270,8 +261,8 @@ def _gradient_products(call: CpuCall, rows: int, columns: int) -> int:
 @RULES.of("embedding_dense_backward", "max_pool2d_with_indices_backward", "avg_pool2d_backward")
 @RULES.of("_adaptive_avg_pool2d_backward", "upsample_nearest2d_backward", "upsample_bilinear2d_backward")
 def _contiguous_first(call: CpuCall) -> Scratch:
-    """Kernels that begin with ``contiguous()`` of their first tensor."""
-    copy = _dense_copy(call.first)
+    """Kernels that begin with ``contiguous()`` of their first tensor, if it is in neither of the orders they take."""
+    copy = 0 if _is_channels_last(call.first) else copy_bytes(call.first)
     return Scratch(after=(copy + transposing_tile_bytes(call.first),)) if copy else NONE
 
 

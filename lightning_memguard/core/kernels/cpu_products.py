@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 from lightning_memguard.core.kernels import onednn
 from lightning_memguard.core.kernels.arguments import CpuCall, Rules, after
 from lightning_memguard.core.kernels.layout import contiguous_strides, is_ordered, steps_of
-from lightning_memguard.core.trace.scratch import FLOAT, NONE, CpuTarget, Scratch, nbytes
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from lightning_memguard.core.trace.scratch import FLOAT, NONE, CpuTarget, Scratch, Tensor, nbytes
 
 RULES = Rules[CpuTarget]()
 _Layout = tuple[Sequence[int], Sequence[int]]  # sizes and strides

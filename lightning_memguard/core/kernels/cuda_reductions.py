@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from lightning_memguard.core.kernels.arguments import CudaCall, Rules, after, dimensions
 from lightning_memguard.core.kernels.layout import LONG, TensorLayout, accumulator_bytes, contiguous_strides, is_half
-from lightning_memguard.core.trace.scratch import FLOAT, NONE, CudaTarget, Scratch, nbytes
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from lightning_memguard.core.trace.scratch import FLOAT, NONE, CudaTarget, Scratch, Tensor, nbytes
 
 RULES = Rules[CudaTarget]()
 

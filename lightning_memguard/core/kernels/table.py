@@ -20,9 +20,7 @@ from lightning_memguard.core.kernels import (
     cuda,
     cuda_reductions,
     indexing,
-    losses,
     norms,
-    products,
     sorting,
 )
 from lightning_memguard.core.kernels.arguments import Rule, Rules, checked
@@ -31,7 +29,7 @@ from lightning_memguard.core.trace.scratch import CpuTarget, CudaTarget
 CPU = Rules[CpuTarget]().join(
     cpu.RULES, cpu_convolutions.RULES, cpu_products.RULES, cpu_factorizations.RULES, attention.EITHER
 )
-_CUDA_FAMILIES = (cuda_reductions, indexing, sorting, norms, losses, products, convolutions, attention, cuda)
+_CUDA_FAMILIES = (cuda_reductions, indexing, sorting, norms, convolutions, attention, cuda)
 CUDA = Rules[CudaTarget]().join(*(family.RULES for family in _CUDA_FAMILIES), attention.EITHER)
 BY_TYPES = cpu.BY_TYPES
 _BY_TARGET: dict[type, dict[str, Rule[Any]]] = {

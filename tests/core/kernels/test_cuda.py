@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_memguard.core.kernels import cub, cudnn, cudnn_table, table
+from lightning_memguard.core.kernels import cub, cudnn, table
 from lightning_memguard.core.kernels.arguments import Call
 from lightning_memguard.core.simulation.fake import by_name
 from lightning_memguard.core.trace.scratch import NONE, ByteRange, CudaTarget, Scratch
@@ -481,7 +481,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[cudnn.Question]:
 @pytest.fixture
 def without_workspaces(monkeypatch: pytest.MonkeyPatch) -> None:
     """No plan of cuDNN takes one."""
-    monkeypatch.setattr(cudnn_table, "likely", lambda _: 0)
+    monkeypatch.setattr(cudnn, "likely", lambda _: 0)
     monkeypatch.setattr(cudnn, "workspaces", lambda _: (0,))
 
 
