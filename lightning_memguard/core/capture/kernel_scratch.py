@@ -1,24 +1,34 @@
-"""Scratch that kernels take inside the operators of a step, by the rules for the CPU or the GPU that it runs on."""
+"""Scratch that kernels take inside the operators of a step, by the rules for the CPU or the GPU that it runs on.
+
+A CPU operator without a rule, of a C++ library or one of torch's own that factorizes matrices, is run once, on zeros.
+Whatever it does (crash, hang, fail) ends with its process, which is a child of a child: never does it run in the
+training's own.
+"""
 
 from __future__ import annotations
 
 import functools
 import math
 import os
-from collections.abc import Iterator, Sequence
+import signal
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from itertools import accumulate
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._mode_utils import no_dispatch
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_memguard.core.capture.storages import Storages, plain_tensors
 from lightning_memguard.core.foreign import aten as _aten
+from lightning_memguard.core.isolation.pool import in_child
 from lightning_memguard.core.kernels import table
 from lightning_memguard.core.kernels.arguments import Call
-from lightning_memguard.core.simulation import asked, mkldnn_lstm, sdpa
+from lightning_memguard.core.simulation import mkldnn_lstm, sdpa
 from lightning_memguard.core.simulation.backward import graph_task
 from lightning_memguard.core.simulation.fake import by_name, training_threads
 from lightning_memguard.core.trace.scratch import NONE, CpuTarget, CudaTarget, Scratch
@@ -102,8 +112,8 @@ class KernelScratch:
         if rule:
             self._scratch(scratch, None, name)
         inside, self.inside = self.inside or mkldnn_lstm.scratch_bytes(func, args, kwargs), 0
-        if asked.is_asked(func) and isinstance(self.target, CpuTarget):
-            inside = asked.scratch_bytes(func, args, kwargs) or 0
+        if _is_asked(func) and isinstance(self.target, CpuTarget):
+            inside = asked_bytes(func, args, kwargs) or 0
         if inside:  # it grows with the batch size as the results do
             storages.add_row("free", storages.take(inside, name, "workspaces"), name)
 
@@ -196,3 +206,62 @@ def _restore_numbers(value: object, numbers: Iterator[int]) -> Any:
     if isinstance(value, tuple):
         return [_restore_numbers(item, numbers) for item in value]
     return value
+
+
+# -- operators without a rule, which are asked
+
+_MOST_SECONDS = 5
+_MOST_BYTES = 256 << 20  # that an operator reads
+_known: dict[str, int | None] = {}
+
+
+def _is_asked(func: OpOverload) -> bool:
+    """Whether an operator of torch's own is asked: one that factorizes, and has no rule."""
+    short = func.overloadpacket.__name__
+    return func.namespace == "aten" and short.lstrip("_").startswith("linalg_") and short not in table.CPU
+
+
+def asked_bytes(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
+    """Return the most bytes that an operator holds next to its results; None if that is unknown."""
+    read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    nbytes = sum(tensor.numel() * tensor.element_size() for tensor in read)
+    if not in_child() or nbytes > _MOST_BYTES or any(tensor.device.type != "cpu" for tensor in read):
+        return None
+    key = f"{func} {tree_map_only(Tensor, lambda x: (x.shape, x.stride(), x.dtype), (args, kwargs))}"
+    if key not in _known:
+        _known[key] = _asked(func, args, kwargs)
+    return _known[key]
+
+
+def _asked(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            signal.alarm(_MOST_SECONDS)
+            os.write(writer, str(_measured(func, args, kwargs)).encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as answers:
+        answer = answers.read()  # ends with the process
+    os.waitpid(child, 0)
+    return int(answer) if answer else None
+
+
+def _measured(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    """Run an operator under torch's profiler, which sees each block."""
+    profiler, autograd = torch._C._profiler, cast("Any", torch._C._autograd)
+    options = False, True, False, False, False, profiler._ExperimentalConfig()  # with memory
+    with no_dispatch(), torch._C._AutoDispatchBelowAutograd():
+        args, kwargs = tree_map_only(
+            Tensor, lambda x: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype).zero_(), (args, kwargs)
+        )
+        autograd._enable_profiler_legacy(profiler.ProfilerConfig(profiler.ProfilerState.CPU, *options))
+        results = func(*args, **kwargs)
+        threads = autograd._disable_profiler_legacy(autograd._ProfilerDisableOptions(True, True))
+        del results
+    blocks: list[int] = [
+        event.cpu_memory_usage() for events in threads for event in events if event.kind() == "memory_alloc"
+    ]
+    return max(0, *accumulate(blocks)) - sum(blocks)

@@ -40,8 +40,7 @@ from lightning_memguard.core.simulation.compiled import NOTE
 from lightning_memguard.core.simulation.value_sizes import ASSUMED, LEAST
 from lightning_memguard.core.trace.growth import Growth, extrapolate, grow
 from lightning_memguard.core.trace.packed import PackedGrowth, PackedTraces
-from lightning_memguard.core.trace.signature import SIGNED_SIZE, signature_of
-from lightning_memguard.core.trace.trace import Method, Shapes, Trace
+from lightning_memguard.core.trace.trace import SIGNED_SIZE, Method, Shapes, Trace, signature_of
 from lightning_memguard.core.trace.work import Work
 from lightning_memguard.errors import CannotTraceError
 from lightning_memguard.units import format_bytes
@@ -223,10 +222,7 @@ class Prediction:
 
     def own_trace_at(self, batch_size: int) -> Trace:
         """Return the trace of the step with the bytes in `held`."""
-        return self._own(self.trace_at(batch_size))
-
-    def _own(self, trace: Trace) -> Trace:
-        return trace.holding(self.held) if self.held else trace
+        return self.trace_at(batch_size).holding(self.held)
 
     def footprint_at(self, batch_size: int) -> Footprint:
         """The memory of the step at one batch size."""
@@ -314,7 +310,7 @@ class Prediction:
 
     def footprint_of(self, trace: Trace) -> Footprint:
         """The memory and time of a trace of the step."""
-        found = footprint(self._own(trace), self.settings, self.context_bytes)
+        found = footprint(trace.holding(self.held), self.settings, self.context_bytes)
         return replace(found, timing=self._timing(trace.work)) if trace.work else found
 
     def _timing(self, work: tuple[Work, ...]) -> Timing:
@@ -375,14 +371,11 @@ def speed_here(gpu: Gpu | None) -> Speed | None:
 @functools.cache
 def _cpu_speed(threads: int) -> Speed:
     def measure(_: int) -> Speed:
-        torch.set_num_threads(threads)
-        return cpu_speed(threads)
+        # A new thread starts others of its own: those of the process that was forked are not there.
+        with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(threads,)) as pool:
+            return pool.submit(cpu_speed, threads).result()
 
-    def on_own_threads(_: int) -> Speed:
-        with ThreadPoolExecutor(1) as pool:  # it starts threads of its own: those of the forked process are not there
-            return pool.submit(measure, threads).result()
-
-    with trusted_child(on_own_threads) as child:
+    with trusted_child(measure) as child:
         return child.ask(threads)
 
 

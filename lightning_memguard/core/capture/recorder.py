@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from types import MethodWrapperType
 from typing import Any
 
@@ -25,14 +25,12 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_memguard.core.batch.nesting import is_dense
 from lightning_memguard.core.capture.counters import Counters, Due
-from lightning_memguard.core.capture.kernel_scratch import KernelScratch
+from lightning_memguard.core.capture.kernel_scratch import KernelScratch, asked_bytes
 from lightning_memguard.core.capture.storages import Storages, plain_tensors, written_path
 from lightning_memguard.core.capture.work import work_of
-from lightning_memguard.core.foreign import aten as _aten
-from lightning_memguard.core.foreign import find, patched
+from lightning_memguard.core.foreign import aten, find, patched
 from lightning_memguard.core.isolation.pool import beat
 from lightning_memguard.core.simulation import (
-    asked,
     compiled,
     cudnn_rnn,
     fake,
@@ -55,9 +53,9 @@ from lightning_memguard.errors import CannotTraceError, MemGuardError
 _device_of = torch.ops.prim.device.default
 _COMPOSED = torch._C.DispatchKey.CompositeImplicitAutograd
 _EXPLICIT = torch._C.DispatchKey.CompositeExplicitAutograd
-_FUSED_RMS_NORM = _aten._fused_rms_norm.default
-_ADD, _ADD_ = _aten.add.Tensor, _aten.add_.Tensor
-_DISTANCES = _aten._euclidean_dist.default  # `cdist` by a product, of copies of both inputs
+_FUSED_RMS_NORM = aten._fused_rms_norm.default
+_ADD, _ADD_ = aten.add.Tensor, aten.add_.Tensor
+_DISTANCES = aten._euclidean_dist.default  # `cdist` by a product, of copies of both inputs
 
 
 class Recorder(Storages, TorchDispatchMode):
@@ -120,10 +118,6 @@ class Recorder(Storages, TorchDispatchMode):
     def enter_node(self) -> None:
         """A node of the backward pass begins."""
         self._first_of_node = len(self._bytes)
-
-    def running_linear(self) -> AbstractContextManager[Any]:
-        """Mark that a Linear runs, maybe inside another: it adds its bias in place, except under a dispatch mode."""
-        return patched(self, in_linear=len(self._bytes))
 
     def note_autotuning(self) -> None:
         """Note that kernels of products and convolutions may be chosen by torch.compile for their speed from now on."""
@@ -225,7 +219,7 @@ class Recorder(Storages, TorchDispatchMode):
 
         Below autograd, and in inference mode, nothing else decomposes such operators, ``conv2d`` for example.
         """
-        fast_path = fast_paths.implementation(func)
+        fast_path = fast_paths.IMPLEMENTED.get(func)
         if fast_path is not None:
             return self._inside_kernel()(fast_path)
         if func is _DISTANCES:
@@ -257,7 +251,7 @@ class Recorder(Storages, TorchDispatchMode):
             except Exception:
                 if not any(isinstance(tensor, FakeTensor) for tensor in plain_tensors([args, *kwargs.values()])):
                     raise
-        inside = asked.scratch_bytes(func, args, kwargs) if self.device_type == "cpu" else None
+        inside = asked_bytes(func, args, kwargs) if self.device_type == "cpu" else None
         if inside is None:
             self.assumptions[fake.unseen(func)] = None
         self._scratch.inside = inside or 0
@@ -373,7 +367,8 @@ class _ModulePaths(TorchFunctionMode):
         if type(func) is MethodWrapperType:  # reads or sets an attribute: frequent, and overridden by no one
             out = func(*args)
         elif func in _WITH_LINEAR and forward_ad._current_level < 0:  # without tangents; checked on torch 2.13
-            with self.recorder.running_linear():
+            # Maybe inside another; it adds its bias in place, except under a dispatch mode.
+            with patched(self.recorder, in_linear=len(self.recorder._bytes)):
                 out = call_with_overrides(func, args, kwargs or {})
         elif func is Tensor.item:
             return self.recorder.counters.read_out(call_with_overrides(func, args, kwargs or {}))
@@ -461,7 +456,8 @@ def _watched(recorder: Recorder, make: Callable[[], Tensor]) -> Callable[[], Ten
 
     def watched() -> Tensor:
         tensor = make()
-        recorder.note_made(tensor, make.__name__)
+        if recorder._recording and recorder.phase != "setup":
+            recorder.watch(tensor, make.__name__)
         return tensor
 
     return watched

@@ -88,11 +88,6 @@ class Storages:
         if known is None or nbytes > known[1]:
             self._batch = shapes_of(batch), nbytes
 
-    def note_made(self, tensor: Tensor, operator: str) -> None:
-        """Record a tensor that no operator made, in a step."""
-        if self._recording and self.phase != "setup":
-            self.watch(tensor, operator)
-
     def note_resized(self, storage: torch.UntypedStorage) -> None:
         """Record a storage that was resized in place: how FSDP frees what it gathered, and allocates it again."""
         if not self._recording or storage.device.type not in (self.device_type, "meta"):

@@ -140,12 +140,9 @@ class _Conv:
         moves = {*self.stride} == {1} and {*self.padding} == {0}
         is_view = kernel == 1 and moves and not (dilated or self.transposed)
         unfolded = 0 if is_view else samples * channels * kernel * math.prod(spatial) * x.element_size()
-        return unfolded, nbytes(x) // self.groups if self._narrows else 0
-
-    @property
-    def _narrows(self) -> bool:
-        """Whether the channels of one group are not contiguous (`subtensor` in Convolution.cpp)."""
-        return self.groups > 1 and (self.x.shape[0] > 1 or (self.is_channels_last and math.prod(self.x.shape[2:]) > 1))
+        # Whether the channels of one group are not contiguous (`subtensor` in Convolution.cpp).
+        apart = self.groups > 1 and (x.shape[0] > 1 or (self.is_channels_last and math.prod(x.shape[2:]) > 1))
+        return unfolded, nbytes(x) // self.groups if apart else 0
 
 
 @RULES.of("convolution")

@@ -15,6 +15,7 @@ import math
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -118,19 +119,11 @@ def _of_this_process() -> _Process | None:
     """The process that this one asks; a fork does not share its parent's."""
     if _running and (_running[0] is None or _running[0].owner == os.getpid()):
         return _running[0]
-    _running[:] = [_started()]
+    process, libraries = None, _libraries()
+    with suppress(OSError, ValueError):
+        process = _Process(libraries) if libraries else None
+    _running[:] = [process if process and process.version >= FIRST_VERSION else None]
     return _running[0]
-
-
-def _started() -> _Process | None:
-    libraries = _libraries()
-    if not libraries:
-        return None
-    try:
-        process = _Process(libraries)
-    except (OSError, ValueError):
-        return None
-    return process if process.version >= FIRST_VERSION else None
 
 
 @functools.cache

@@ -216,12 +216,9 @@ def _last_step(history: History) -> int:
     """Return the entry that begins the last step of a predicted history; its stacks end with the number of the step."""
     if not history.predicted:
         return 0
-    steps = [_step_of(history.stacks[entry.stack]) for entry in history.entries]
+    ends = ["".join(history.stacks[entry.stack][-1:]) for entry in history.entries]
+    steps = [end.partition(":")[0] if end.startswith("step ") else "" for end in ends]
     return steps.index(max(steps))
-
-
-def _step_of(stack: Stack) -> str:
-    return stack[-1].partition(":")[0] if stack and stack[-1].startswith("step ") else ""
 
 
 _GRAM = 4  # requests in a row by which a part is found

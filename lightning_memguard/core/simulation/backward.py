@@ -329,7 +329,6 @@ class _Walker:
                 _metadata(tensor).setdefault(_RETAINED, {})[tensor.output_nr] = reference
 
     def queue_callback(self, callback: Callable[[], None]) -> None:
-        """Run something after the running backward pass."""
         self.callbacks.append(callback)
 
     def is_checkpoint_valid(self) -> bool:
@@ -577,7 +576,6 @@ def _valid(grad: Tensor | None, node: _Node, place: int) -> Tensor | None:
 
 
 def _run_input_hooks(node: _Node, metadata: dict[str, Any], grads: list[Any]) -> None:
-    """Run the hooks on the tensors whose gradients come in."""
     leaf = _leaf_of(node)
     hooks = metadata.get(_TENSOR_HOOKS, {}) if leaf is None else {0: leaf._backward_hooks}
     for place, own in hooks.items():
@@ -667,8 +665,10 @@ def _accumulate_grad(variable: Tensor, grads: list[Any]) -> None:
         variable.grad = new.detach() if not torch.is_grad_enabled() else new.clone()
     elif not torch.is_grad_enabled() and _is_unshared(new, references, held=2) and _is_laid_out_as(new, variable):
         variable.grad = new.detach()
+    elif is_non_overlapping_and_dense(variable):  # `clone_obey_contract`
+        variable.grad = new.new_empty_strided(variable.shape, variable.stride(), dtype=variable.dtype).copy_(new)
     else:
-        variable.grad = _copy_laid_out_as(new, variable)
+        variable.grad = new.clone(memory_format=torch.contiguous_format)
     for hook in tuple((getattr(variable, "_post_accumulate_grad_hooks", None) or {}).values()):
         hook(variable)
 
@@ -698,10 +698,3 @@ def _is_laid_out_as(grad: Tensor, variable: Tensor) -> bool:
         mine == theirs if size != 1 else mine != 0
         for size, mine, theirs in zip(grad.shape, grad.stride(), variable.stride(), strict=True)
     )
-
-
-def _copy_laid_out_as(grad: Tensor, variable: Tensor) -> Tensor:
-    """`clone_obey_contract`."""
-    if not is_non_overlapping_and_dense(variable):
-        return grad.clone(memory_format=torch.contiguous_format)
-    return grad.new_empty_strided(variable.shape, variable.stride(), dtype=variable.dtype).copy_(grad)

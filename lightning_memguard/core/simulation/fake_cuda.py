@@ -20,8 +20,7 @@ from torch import Tensor
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from lightning_memguard.core.foreign import aten as _aten
-from lightning_memguard.core.foreign import find, gaps, nothing, patched
+from lightning_memguard.core.foreign import aten, find, gaps, nothing, patched
 from lightning_memguard.core.gpus import Gpu
 from lightning_memguard.core.isolation.pool import in_child
 from lightning_memguard.core.simulation import cudnn_rnn, sdpa, streams
@@ -207,7 +206,7 @@ def _batch_norm(
         and not (x.dtype == torch.half and weight.dtype != torch.float)
         and x.shape[0] <= (880_801 if training else 65_535)
     )
-    return _aten.cudnn_batch_norm(*args)[0] if takes_cudnn else func(*args, cudnn_enabled)  # type: ignore[no-any-return]
+    return aten.cudnn_batch_norm(*args)[0] if takes_cudnn else func(*args, cudnn_enabled)  # type: ignore[no-any-return]
 
 
 def _rms_norm(
@@ -225,7 +224,7 @@ class _FusedRmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, shape: list[int], weight: Tensor | None, eps: float | None) -> Tensor:
         with torch._C._AutoDispatchBelowAutograd():
-            out, rstd = _aten._fused_rms_norm(x, shape, weight, eps)
+            out, rstd = aten._fused_rms_norm(x, shape, weight, eps)
         ctx.save_for_backward(x, rstd, weight)
         ctx.shape, ctx.eps = shape, eps
         return out  # type: ignore[no-any-return]
@@ -235,11 +234,11 @@ class _FusedRmsNorm(torch.autograd.Function):
         x, rstd, weight = ctx.saved_tensors
         if torch.is_grad_enabled():  # torch decomposes it for a gradient's gradient, too
             inputs = [tensor for tensor in (x, weight) if tensor is not None and tensor.requires_grad]
-            out = _aten._fused_rms_norm(x, ctx.shape, weight, ctx.eps)[0]
+            out = aten._fused_rms_norm(x, ctx.shape, weight, ctx.eps)[0]
             grads = iter(torch.autograd.grad(out, inputs, grad, create_graph=True))
             return tuple(next(grads) if needed else None for needed in ctx.needs_input_grad)
         mask = [ctx.needs_input_grad[0], ctx.needs_input_grad[2]]
-        grad_x, grad_weight = _aten._fused_rms_norm_backward(grad, x, ctx.shape, rstd, weight, mask)
+        grad_x, grad_weight = aten._fused_rms_norm_backward(grad, x, ctx.shape, rstd, weight, mask)
         return grad_x, None, grad_weight, None
 
 

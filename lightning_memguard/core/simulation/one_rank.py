@@ -280,10 +280,9 @@ def _fsdp1() -> Iterator[AbstractContextManager[Any]]:
         kwargs["device_id"] = torch.device("cuda", device_id) if type(device_id) is int else device_id
         make(self, *args, **kwargs)
 
-    def device_of(module: torch.nn.Module, ignored: Any, given: torch.device | None, *rest: Any) -> torch.device:
-        return given or computed_on(module, ignored, given, *rest)
-
-    yield patched(_init_utils, _get_compute_device=device_of)
+    yield patched(
+        _init_utils, _get_compute_device=lambda model, _, given, *rest: given or computed_on(model, _, given, *rest)
+    )
     yield patched(_runtime_utils, _register_post_backward_hook=register)
     yield patched(_flat_param, _data_ptr_allocated=lambda tensor: tensor.untyped_storage().size() > 0)
     yield patched(FullyShardedDataParallel, __init__=make_on_device)
