@@ -54,7 +54,6 @@ ROOMS = {
     "core/gpus": [],
     "core/device": [
         "__init__",
-        "memory_info",
         "host",
         "nvml",
         "malloc",

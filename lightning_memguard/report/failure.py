@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from lightning_memguard.core.decision.decision import Budget, Decision, Verdict, verdict
 from lightning_memguard.core.decision.record import Measured
-from lightning_memguard.core.device.memory_info import MemoryInfo
+from lightning_memguard.core.device.host import MemoryInfo
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.core.replay.timeline import LineShare
 from lightning_memguard.core.trace.kept import Kept, places

@@ -9,8 +9,7 @@ import torch
 
 from lightning_memguard.core.decision.decision import Budget
 from lightning_memguard.core.device.context import context_bytes_between, has_context, reserved_bytes
-from lightning_memguard.core.device.host import available_memory, host_memory
-from lightning_memguard.core.device.memory_info import MemoryInfo, or_none
+from lightning_memguard.core.device.host import MemoryInfo, available_memory, host_memory, or_none
 from lightning_memguard.core.device.nvml import gpu_facts_of, nvml_memory, with_index
 from lightning_memguard.errors import MemGuardError
 from lightning_memguard.units import format_bytes

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from lightning_memguard.core.device.host import status_bytes
-from lightning_memguard.core.device.memory_info import or_none
+from lightning_memguard.core.device.host import or_none, status_bytes
 
 _SHARED = "/dev/shm"  # noqa: S108 - nothing is written there
 _MOST_SHARE = 0.005  # of the run's time may go into reading the pages of processes, and as much into their files

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lightning_memguard.core.device.memory_info import MemoryInfo, or_none
+from lightning_memguard.core.device.host import MemoryInfo, or_none
 from lightning_memguard.core.device.nvml import nvml_memory_of, with_index
 from lightning_memguard.units import GIB, MIB
 

@@ -17,7 +17,7 @@ from typing import IO, Any
 
 import torch
 
-from lightning_memguard.core.device.memory_info import or_none
+from lightning_memguard.core.device.host import or_none
 from lightning_memguard.core.device.nvml import driver_version
 from lightning_memguard.core.replay.learned import Learned, Sighting
 from lightning_memguard.errors import MemGuardError

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from lightning_memguard.core.device.memory_info import MemoryInfo, or_none
+from lightning_memguard.core.device.host import MemoryInfo, or_none
 
 
 @dataclass(frozen=True)

@@ -82,14 +82,12 @@ def _product(call: CpuCall) -> Scratch:
     strides = [line or contiguous_strides(tensor.shape) for line, tensor in zip(lines, (left, right), strict=True)]
     layouts: list[_Layout] = [(left.shape, strides[0]), (right.shape, strides[1]), ((rows, columns), (columns, 1))]
     if columns == 1:  # the result is a column as it is a row: the product of the transposed
-        layouts = [_transposed(layouts[place]) for place in (1, 0, 2)]
+        # Strides are as `normalize_last_dims` (aten/src/ATen/native/CPUBlas.cpp) leaves them.
+        layouts = [
+            ((across, down), (down, 1) if across == 1 else stride[::-1])
+            for (down, across), stride in (layouts[1], layouts[0], layouts[2])
+        ]
     return after((*copies, *_scratchpad(kind, layouts, alpha, beta, call.target)))
-
-
-def _transposed(layout: _Layout) -> _Layout:
-    """With strides as `normalize_last_dims` (aten/src/ATen/native/CPUBlas.cpp) leaves them."""
-    (rows, columns), (down, across) = layout
-    return (columns, rows), (rows, 1) if columns == 1 else (across, down)
 
 
 @RULES.of("bmm", "baddbmm", "baddbmm_", "mv", "addmv", "addmv_", "dot")

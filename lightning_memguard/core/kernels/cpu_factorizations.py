@@ -11,8 +11,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Literal
 
 from lightning_memguard.core.kernels.arguments import CpuCall, Rules, after
@@ -109,8 +107,13 @@ def workspace_bytes(routine: Routine, kind: Kind, sizes: tuple[int, ...], thread
         return None
     numbers = [ctypes.byref(ctypes.c_int(size)) for size in (*sizes, max(1, sizes[0]), -1, 0)]
     wanted = (ctypes.c_double * 2)()  # room for a number of any type
-    with _threads_of_mkl(threads):
+    choose = getattr(_library(), "MKL_Set_Num_Threads_Local", None)  # it starts none of them
+    before = choose(threads) if choose else 0
+    try:
         function(*numbers[:-3], None, numbers[-3], None, wanted, *numbers[-2:])
+    finally:
+        if choose:
+            choose(before)
     single = ctypes.cast(wanted, ctypes.POINTER(ctypes.c_float))
     # `real_impl<...>(wkopt)` in aten/src/ATen/native/BatchLinearAlgebraKernel.cpp
     count = int(single[0] if kind in ("s", "c") else wanted[0])
@@ -123,15 +126,3 @@ def _library() -> ctypes.CDLL | None:
         return ctypes.CDLL("libtorch_cpu.so")  # as it is loaded: by its name
     except OSError:
         return None
-
-
-@contextmanager
-def _threads_of_mkl(count: int) -> Iterator[None]:
-    """Let MKL answer for this many threads; it starts none of them."""
-    choose = getattr(_library(), "MKL_Set_Num_Threads_Local", None)
-    before = choose(count) if choose else 0
-    try:
-        yield
-    finally:
-        if choose:
-            choose(before)

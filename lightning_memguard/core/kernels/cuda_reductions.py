@@ -113,7 +113,8 @@ def _config(loops: list[_Loop], x: TensorLayout, gpu: CudaTarget, vector: int) -
     if fastest == 1 and by_input and count == 1 and wide >= 128:
         wide //= vector
     elif fastest == 1 and not by_input:
-        many = _output_vector(loops, count, x.offset)
+        # `get_output_vec_size`: outputs that one thread reads side by side
+        many = math.gcd(4, x.offset, *(loop.size if place == count else loop.into for place, loop in enumerate(loops)))
         wide //= many
     width, height = _block(wide, high, 512 // many)
     step, columns = (width, 1) if by_input else (1, width)
@@ -137,16 +138,6 @@ def _block(wide: int, high: int, most: int) -> tuple[int, int]:
     high = last_power(high) if high < most else most
     height = min(high, most // min(wide, 32))
     return min(wide, most // height), height
-
-
-def _output_vector(loops: list[_Loop], count: int, offset: int) -> int:
-    """`get_output_vec_size`: outputs that one thread reads side by side."""
-    strides = [loop.into for place, loop in enumerate(loops) if place != count]
-    size = 4
-    for value in (offset, loops[count].size, *strides):
-        while value % size:
-            size //= 2
-    return size
 
 
 def _threads(gpu: CudaTarget) -> int:

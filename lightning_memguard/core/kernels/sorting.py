@@ -6,8 +6,6 @@ for capability 7.5, 8.0, 9.0, 10.0 and 12.0.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from lightning_memguard.core.kernels.arguments import CudaCall, Rules, after, dimension, moments
 from lightning_memguard.core.kernels.cuda_reductions import INT_MAX, reduction
 from lightning_memguard.core.kernels.layout import (
@@ -133,13 +131,12 @@ def _topk(call: CudaCall) -> Scratch:
     chosen = result.shape[dim] if result.dim() else 1
     ordered: tuple[Block, ...] = ()
     if chosen > 4096 and call["sorted"]:
-        most = max(_sorts(rows, chosen, x.element_size(), call.target), key=_likely)
+        sorts = _sorts(rows, chosen, x.element_size(), call.target)
+        most = max(
+            sorts, key=lambda blocks: sum(each.point if isinstance(each, ByteRange) else each for each in blocks)
+        )
         ordered = (nbytes(result), result.numel() * LONG, *most)
     return after((copy_bytes(x), *_topk_counts(rows, length, x.element_size(), call.target)), ordered)
-
-
-def _likely(blocks: Iterable[Block]) -> int:
-    return sum(block.point if isinstance(block, ByteRange) else block for block in blocks)
 
 
 _LONG_ROWS = ((20, 20_000), (40, 10_000), (80, 8_000), (199, 5_000), (799, 3_000), (4_000, 800))

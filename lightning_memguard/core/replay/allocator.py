@@ -264,14 +264,6 @@ class Allocator:
             pools[stream] = BlockPool(small, stream, self.settings)
         return pools[stream]
 
-    def _segment_bytes(self, size: int) -> int:
-        """Return the bytes to reserve if no cached block serves [get_allocation_size]."""
-        if size <= SMALL_LIMIT:
-            return SMALL_SEGMENT
-        if size < OWN_SEGMENT_FROM:
-            return self.settings.large_segment_size_bytes
-        return up(size, OWN_SEGMENT_UNIT)
-
     def _best_fit(self, pool: BlockPool, size: int) -> Block | None:
         """Take the smallest cached block that is large enough, the lowest of several [get_free_block]."""
         if self._collects_garbage and not pool.small:
@@ -307,7 +299,8 @@ class Allocator:
 
     def _new_block(self, pool: BlockPool, size: int) -> Block | None:
         """A new block, if it fits: in a new segment, or in new pages of an expandable one [alloc_block]."""
-        segment_bytes = self._segment_bytes(size)
+        # What is reserved if no cached block serves [get_allocation_size].
+        segment_bytes = pool.page_bytes if size < OWN_SEGMENT_FROM else up(size, OWN_SEGMENT_UNIT)
         if self._expandable:
             # PyTorch compares its own limit with a whole segment; the device needs only the missing pages to fit.
             refused = self._torch_enforces_limit and not self._fits(segment_bytes)
