@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lightning_memguard.core.kernels import cudnn
-from lightning_memguard.core.kernels.cudnn_table import kind_of, tensors_bytes
+from lightning_memguard.core.kernels.cudnn import kind_of, tensors_bytes
 
 TABLE = Path(cudnn.__file__).with_name("cudnn_table.csv")
 CAPABILITIES = ((7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0))

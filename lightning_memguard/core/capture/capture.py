@@ -14,18 +14,18 @@ import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from time import monotonic, process_time
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
-from typing_extensions import override
+from typing_extensions import Self, override
 
 from lightning_memguard.core.batch.batches import Epoch
 from lightning_memguard.core.capture.counters import Counters, Due
 from lightning_memguard.core.capture.leftovers import without_collections
-from lightning_memguard.core.capture.naming import line_behind
 from lightning_memguard.core.capture.program import Program, device_to_run_on
 from lightning_memguard.core.capture.recorder import Recorder
+from lightning_memguard.core.capture.storages import line_behind
 from lightning_memguard.core.foreign import reason_of
 from lightning_memguard.core.isolation.pool import Children, in_child, tell
 from lightning_memguard.core.kernels import onednn
@@ -33,9 +33,6 @@ from lightning_memguard.core.simulation.fake import ValueNeededError, isolated_r
 from lightning_memguard.core.simulation.fake_cuda import leave_driver_alone
 from lightning_memguard.core.trace.trace import Answers, Method, Shares, Trace
 from lightning_memguard.errors import CannotTraceError, MemGuardError
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 T = TypeVar("T")
 Request = TypeVar("Request", bound=Hashable)
@@ -202,24 +199,18 @@ class Captures:
         self.deadline = deadline
         self._programs = list(programs)
         self._next_size = next_size
-        self._children = UserCode[_Task, Trace](self._run, deadline=deadline)
+        self.foresees = next_size is not None
+        self._children = UserCode[_Task, Trace](
+            lambda task: capture_here(self._programs[task[0]], *task[1:], later=not rough), deadline=deadline
+        )
         self._known: dict[_Task, Trace] = {}
         self.stopped = ""  # why captures were left out, if the deadline came
-
-    def _run(self, task: _Task) -> Trace:
-        place, batch_size, method, variant = task
-        return capture_here(self._programs[place], batch_size, method, variant, later=not self.rough)
 
     def start(self, program: Program, batch_size: int, method: Method, variant: Variant = FIRST) -> None:
         """Begin with a capture that will be asked for."""
         task = (self.place_of(program), batch_size, method, variant)
         if task not in self._known:
             self._children.start(task)
-
-    @property
-    def foresees(self) -> bool:
-        """Whether there is someone to ask for the size that is likely asked for next."""
-        return self._next_size is not None
 
     def next_size(self, program: Program, traces: Sequence[Trace]) -> int:
         """The batch size that is likely asked for next; 0 if unknown."""
@@ -298,16 +289,13 @@ def capture(program: Program, batch_size: int, method: Method, variant: Variant 
 def _begin() -> None:
     run_on_one_thread()  # the others did not come along, and would be waited for
     leave_driver_alone()
-    torch.save = cast("Any", _save_to_objects_alone)
+    save = torch.save
 
+    def save_to_objects_alone(content: object, file: Any, *args: Any, **kwargs: Any) -> None:
+        if not isinstance(file, str | os.PathLike):  # the C++ writer of a file would be refused
+            save(content, file, *args, **kwargs)
 
-_save = torch.save
-
-
-def _save_to_objects_alone(content: object, file: object, *args: Any, **kwargs: Any) -> None:
-    """Replace `torch.save` in a child: given a file's name, it does nothing, as its C++ writer would be refused."""
-    if not isinstance(file, str | os.PathLike):
-        _save(content, cast("Any", file), *args, **kwargs)
+    torch.save = cast("Any", save_to_objects_alone)
 
 
 def _value(result: T | CaptureFailedError) -> T:

@@ -199,17 +199,13 @@ class Counters:
         """Move the counters, if they are to be moved, and return how many further batches are then recorded."""
         if self._due is None:
             return 0
-        self.first_moved = self._batches - 1
-        batches_a_step = 2 if self.first_moved > _BEFORE else 1
-        self._move(self._due.steps, [*optimizers, module])
-        return _FURTHER_STEPS * batches_a_step
+        self.first_moved, place = self._batches - 1, self._due.steps
 
-    def _move(self, place: int, roots: Iterable[object]) -> None:
         def missing(value: int) -> int:
             return max(0, place * (value // place + 1) - _BEFORE - value) if place else 0
 
         self._shift = missing(self.first_moved) // 2 * 2  # gradients may be accumulated over two batches
-        for owner in _owners(roots):
+        for owner in _owners([*optimizers, module]):
             for name, value in owner.items():
                 if type(value) is Counter and self._growths[id(owner), name] > 1:
                     owner[name] = _like(int(value) + missing(int(value)), self._steps)
@@ -219,6 +215,7 @@ class Counters:
                     if number is not None and 1 <= number <= self.first_moved and number == int(number):
                         with torch.no_grad():
                             value.add_(missing(int(number)))
+        return _FURTHER_STEPS * (2 if self.first_moved > _BEFORE else 1)
 
     @property
     def due(self) -> Due | None:

@@ -1,24 +1,34 @@
-"""Scratch that kernels take inside the operators of a step, by the rules for the CPU or the GPU that it runs on."""
+"""Scratch that kernels take inside the operators of a step, by the rules for the CPU or the GPU that it runs on.
+
+A CPU operator without a rule, of a C++ library or one of torch's own that factorizes matrices, is run once, on zeros.
+Whatever it does (crash, hang, fail) ends with its process, which is a child of a child: never does it run in the
+training's own.
+"""
 
 from __future__ import annotations
 
 import functools
 import math
 import os
-from collections.abc import Iterator, Sequence
+import signal
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from itertools import accumulate
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._mode_utils import no_dispatch
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_memguard.core.capture.storages import Storages, plain_tensors
 from lightning_memguard.core.foreign import aten as _aten
+from lightning_memguard.core.isolation.pool import in_child
 from lightning_memguard.core.kernels import table
 from lightning_memguard.core.kernels.arguments import Call
-from lightning_memguard.core.simulation import asked, mkldnn_lstm, sdpa
+from lightning_memguard.core.simulation import mkldnn_lstm, sdpa
 from lightning_memguard.core.simulation.backward import graph_task
 from lightning_memguard.core.simulation.fake import by_name, training_threads
 from lightning_memguard.core.trace.scratch import NONE, CpuTarget, CudaTarget, Scratch
@@ -35,18 +45,6 @@ def this_cpu(threads: int) -> CpuTarget:
     asked = [getattr(torch.ops.mkldnn, f"_is_mkldnn_{kind}_supported", None) for kind in ("bf16", "fp16")]
     asked += [getattr(torch.cpu, f"_is_amx_{kind}_supported", None) for kind in ("tile", "fp16")]  # torch 2.11 to 2.13
     return CpuTarget(threads, channel_block, *(ask is not None and bool(ask()) for ask in asked))
-
-
-def _with_flags(target: CudaTarget) -> CudaTarget:
-    """The target as torch is set now; a model's hooks may set it."""
-    cudnn: Any = torch.backends.cudnn
-    return replace(
-        target,
-        deterministic=torch.are_deterministic_algorithms_enabled() or cudnn.deterministic,
-        tf32=cudnn.conv.fp32_precision == "tf32",  # ``allow_tf32`` raises if convolutions and RNNs differ
-        benchmark=cudnn.benchmark,
-        cudnn=sdpa.cudnn_version(),
-    )
 
 
 class KernelScratch:
@@ -72,8 +70,15 @@ class KernelScratch:
 
     def begin_phase(self) -> None:
         """Read the flags that a model's hooks may have set."""
+        cudnn: Any = torch.backends.cudnn
         if isinstance(self.target, CudaTarget):
-            self.target = _with_flags(self.target)
+            self.target = replace(
+                self.target,
+                deterministic=torch.are_deterministic_algorithms_enabled() or cudnn.deterministic,
+                tf32=cudnn.conv.fp32_precision == "tf32",  # ``allow_tf32`` raises if convolutions and RNNs differ
+                benchmark=cudnn.benchmark,
+                cudnn=sdpa.cudnn_version(),
+            )
 
     def note(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: object) -> None:
         """Record what an operator allocated: scratch, results, and scratch next to the results."""
@@ -96,7 +101,8 @@ class KernelScratch:
                 self._scratch(scratch, -1, name)
         # a real storage has its true size
         kept = scratch.kept if results and isinstance(results[0], FakeTensor) else 0
-        for place in _order_made(func, results):
+        # In the order in which results are allocated: dropout's mask comes first.
+        for place in (1, 0) if func is _DROPOUT and len(results) > 1 else range(len(results)):
             storages.watch(results[place], name, kept)
             kept = 0
             if rule:
@@ -106,8 +112,8 @@ class KernelScratch:
         if rule:
             self._scratch(scratch, None, name)
         inside, self.inside = self.inside or mkldnn_lstm.scratch_bytes(func, args, kwargs), 0
-        if asked.is_asked(func) and isinstance(self.target, CpuTarget):
-            inside = asked.scratch_bytes(func, args, kwargs) or 0
+        if _is_asked(func) and isinstance(self.target, CpuTarget):
+            inside = asked_bytes(func, args, kwargs) or 0
         if inside:  # it grows with the batch size as the results do
             storages.add_row("free", storages.take(inside, name, "workspaces"), name)
 
@@ -127,11 +133,6 @@ class KernelScratch:
         self._blocks += len(events) // 2
         self._storages.rows += events
         self.spans.append(ScratchSpan(start, len(self._storages.rows), len(self.kernels) - 1, place, like))
-
-
-def _order_made(func: OpOverload, results: Sequence[Tensor]) -> Sequence[int]:
-    """The places of an operator's results in the order in which they are allocated: dropout's mask comes first."""
-    return (1, 0) if func is _DROPOUT and len(results) > 1 else range(len(results))
 
 
 @functools.cache
@@ -205,3 +206,62 @@ def _restore_numbers(value: object, numbers: Iterator[int]) -> Any:
     if isinstance(value, tuple):
         return [_restore_numbers(item, numbers) for item in value]
     return value
+
+
+# -- operators without a rule, which are asked
+
+_MOST_SECONDS = 5
+_MOST_BYTES = 256 << 20  # that an operator reads
+_known: dict[str, int | None] = {}
+
+
+def _is_asked(func: OpOverload) -> bool:
+    """Whether an operator of torch's own is asked: one that factorizes, and has no rule."""
+    short = func.overloadpacket.__name__
+    return func.namespace == "aten" and short.lstrip("_").startswith("linalg_") and short not in table.CPU
+
+
+def asked_bytes(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
+    """Return the most bytes that an operator holds next to its results; None if that is unknown."""
+    read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    nbytes = sum(tensor.numel() * tensor.element_size() for tensor in read)
+    if not in_child() or nbytes > _MOST_BYTES or any(tensor.device.type != "cpu" for tensor in read):
+        return None
+    key = f"{func} {tree_map_only(Tensor, lambda x: (x.shape, x.stride(), x.dtype), (args, kwargs))}"
+    if key not in _known:
+        _known[key] = _asked(func, args, kwargs)
+    return _known[key]
+
+
+def _asked(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            signal.alarm(_MOST_SECONDS)
+            os.write(writer, str(_measured(func, args, kwargs)).encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as answers:
+        answer = answers.read()  # ends with the process
+    os.waitpid(child, 0)
+    return int(answer) if answer else None
+
+
+def _measured(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    """Run an operator under torch's profiler, which sees each block."""
+    profiler, autograd = torch._C._profiler, cast("Any", torch._C._autograd)
+    options = False, True, False, False, False, profiler._ExperimentalConfig()  # with memory
+    with no_dispatch(), torch._C._AutoDispatchBelowAutograd():
+        args, kwargs = tree_map_only(
+            Tensor, lambda x: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype).zero_(), (args, kwargs)
+        )
+        autograd._enable_profiler_legacy(profiler.ProfilerConfig(profiler.ProfilerState.CPU, *options))
+        results = func(*args, **kwargs)
+        threads = autograd._disable_profiler_legacy(autograd._ProfilerDisableOptions(True, True))
+        del results
+    blocks: list[int] = [
+        event.cpu_memory_usage() for events in threads for event in events if event.kind() == "memory_alloc"
+    ]
+    return max(0, *accumulate(blocks)) - sum(blocks)

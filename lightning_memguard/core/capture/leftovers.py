@@ -48,23 +48,19 @@ class Leftovers:
 
     def are_known(self, optimizers: Iterable[Optimizer]) -> bool:
         """Whether enough batches were noted; to be asked once the steps were recorded."""
-        known = self._are_known(optimizers)
-        if known:
-            self._garbage.expect()
-        return known
-
-    def _are_known(self, optimizers: Iterable[Optimizer]) -> bool:
         count = len(self._alive) - 1
         if not self._last:
             self._period = self._period or max(1, count // self._steps)
             if self._rises() and count < (self._steps + _MOST_RISING) * self._period:
                 return False
             if self._expect_history(optimizers) or self._left(1) <= 0:
+                self._garbage.expect()
                 return True
             self._last = count + 2 * self._period
         if count < self._last:
             return False
         self.bytes_per_batch = max(0, min(self._left(1), self._left(2))) // self._period
+        self._garbage.expect()
         return True
 
     @property
@@ -149,13 +145,9 @@ def _missing_history(optimizer: Optimizer) -> int:
         size = group.get("history_size")
         if not isinstance(size, int):
             continue
-        for parameter in group["params"]:
-            for value in optimizer.state.get(parameter, {}).values():
-                tensors = [entry for entry in value if isinstance(entry, torch.Tensor)] if _is_list(value) else []
-                if 0 < len(tensors) < size:
-                    missing += (size - len(tensors) + 1) * tensors[-1].untyped_storage().nbytes()
+        values = (value for parameter in group["params"] for value in optimizer.state.get(parameter, {}).values())
+        for entries in (value for value in values if isinstance(value, (list, deque))):
+            tensors = [entry for entry in entries if isinstance(entry, torch.Tensor)]
+            if 0 < len(tensors) < size:
+                missing += (size - len(tensors) + 1) * tensors[-1].untyped_storage().nbytes()
     return missing
-
-
-def _is_list(value: object) -> bool:
-    return isinstance(value, (list, deque))

@@ -40,8 +40,7 @@ from lightning_memguard.core.simulation.compiled import NOTE
 from lightning_memguard.core.simulation.value_sizes import ASSUMED, LEAST
 from lightning_memguard.core.trace.growth import Growth, extrapolate, grow
 from lightning_memguard.core.trace.packed import PackedGrowth, PackedTraces
-from lightning_memguard.core.trace.signature import SIGNED_SIZE, signature_of
-from lightning_memguard.core.trace.trace import Answers, Method, Shapes, Trace
+from lightning_memguard.core.trace.trace import SIGNED_SIZE, Answers, Method, Shapes, Trace, signature_of
 from lightning_memguard.core.trace.work import Work
 from lightning_memguard.errors import CannotTraceError
 from lightning_memguard.units import format_bytes
@@ -182,9 +181,8 @@ class Prediction:
             return self._extrapolated_at(batch_size, f"there, {_reason(self.method, error)}")
 
     def _captured_at(self, batch_size: int) -> tuple[Trace, ...]:
-        variants = self.variants or (FIRST,)
         with captures_of(self.program) as captures:
-            found = _traces_of(captures, self.program, batch_size, self.method, variants)
+            found = _traces_of(captures, self.program, batch_size, self.method, self.variants or (FIRST,))
         batches = [trace.batch for trace in found if trace.batch]
         self.seen[batch_size] = max(batches, key=lambda batch: batch[1], default=None)
         return found
@@ -226,10 +224,7 @@ class Prediction:
 
     def own_trace_at(self, batch_size: int) -> Trace:
         """Return the trace of the step with the bytes in `held`."""
-        return self._own(self.trace_at(batch_size))
-
-    def _own(self, trace: Trace) -> Trace:
-        return trace.holding(self.held) if self.held else trace
+        return self.trace_at(batch_size).holding(self.held)
 
     def footprint_at(self, batch_size: int) -> Footprint:
         """The memory of the step at one batch size."""
@@ -317,7 +312,7 @@ class Prediction:
 
     def footprint_of(self, trace: Trace) -> Footprint:
         """The memory and time of a trace of the step."""
-        found = footprint(self._own(trace), self.settings, self.context_bytes)
+        found = footprint(trace.holding(self.held), self.settings, self.context_bytes)
         return replace(found, timing=self._timing(trace.work)) if trace.work else found
 
     def _timing(self, work: tuple[Work, ...]) -> Timing:
@@ -377,19 +372,13 @@ def speed_here(gpu: Gpu | None) -> Speed | None:
 
 @functools.cache
 def _cpu_speed(threads: int) -> Speed:
-    with trusted_child(_on_own_threads) as child:
+    def measure(_: int) -> Speed:
+        # A new thread starts others of its own: those of the process that was forked are not there.
+        with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(threads,)) as pool:
+            return pool.submit(cpu_speed, threads).result()
+
+    with trusted_child(measure) as child:
         return child.ask(threads)
-
-
-def _on_own_threads(threads: int) -> Speed:
-    """Measure in a new thread, which starts others of its own: those of the process that was forked are not there."""
-
-    def measure() -> Speed:
-        torch.set_num_threads(threads)
-        return cpu_speed(threads)
-
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(measure).result()
 
 
 def _with_range(most: Footprint, found: Sequence[Footprint], ceiling: Footprint | None) -> Footprint:
@@ -636,9 +625,7 @@ def _traces_of(
     captures: Captures, program: Program, batch_size: int, method: Method, variants: Sequence[Variant]
 ) -> tuple[Trace, ...]:
     """The captures of these variants, the largest first."""
-    for variant in variants:
-        captures.start(program, batch_size, method, variant)
-    found = [capture(program, batch_size, method, variant) for variant in variants]
+    found = _all_captured(captures, program, [batch_size], method, variants)
     return tuple(sorted(found, key=_most_alive, reverse=True))
 
 
@@ -679,7 +666,8 @@ def _sampled(captures: Captures, worst: Prediction, batch_size: int) -> Predicti
     program, size = worst.program, _small_sizes(worst.program)[-1]
     try:
         size = size if program.is_real_at(size) else batch_size
-        if not program.is_real_at(size) or worst.footprint_at(size).peak_allocated_bytes > _most_probed():
+        most_probed = min(_MOST_PROBED_BYTES, _free_bytes())
+        if not program.is_real_at(size) or worst.footprint_at(size).peak_allocated_bytes > most_probed:
             return None
         first = capture(program, size, "real")
         larger = batch_size > size and program.is_real_at(batch_size) and _may_run([first], batch_size)
@@ -711,10 +699,8 @@ def _with_least(captures: Captures, worst: Prediction) -> Prediction:
     """Predict an upper bound with its lower end: results that depend on values, as small as they can be."""
     sizes, smallest = worst.growth.sizes if worst.growth else (), Variant(shares=LEAST)
     if any(ASSUMED in note for trace in worst.traces.values() for note in trace.notes):
-        for size in sizes:
-            captures.start(worst.program, size, "worst-case", smallest)
         with contextlib.suppress(CannotTraceError):  # it may fail without elements
-            return replace(worst, floor=grow([capture(worst.program, n, "worst-case", smallest) for n in sizes]))
+            return replace(worst, floor=grow(_all_captured(captures, worst.program, sizes, "worst-case", [smallest])))
     return worst
 
 
@@ -723,10 +709,6 @@ def _by_variants(known: Prediction, variants: tuple[Variant, ...], note: str) ->
     ceiling = known.ceiling or known.growth
     known = replace(known, growth=None, traces={}, ceiling=ceiling, scalable=known.scalable and ceiling is not None)
     return replace(known, variants=variants, notes=(*known.notes, note))
-
-
-def _most_probed() -> int:
-    return min(_MOST_PROBED_BYTES, _free_bytes())
 
 
 # -- on fake tensors
@@ -738,9 +720,17 @@ def _traces_and_growth(
     """Traces at a few sizes, and their growth if they agree."""
     if not scalable:
         return [capture(program, asked, method)], None
-    traces, fourth_size = _captured(captures, program, asked, method)
-    if not fourth_size:
-        return traces, None
+    fourth_size = FAKE_SIZES[3]
+    try:
+        traces = _all_captured(captures, program, FAKE_SIZES[: 2 if captures.foresees or captures.rough else 3], method)
+    except CaptureFailedError as error:
+        if error.value_needed:
+            raise
+        try:
+            traces = _all_captured(captures, program, [asked << doubling for doubling in range(3)], method)
+            fourth_size = asked << 3
+        except CaptureFailedError:  # the size asked for is the last that may run
+            return [capture(program, asked, method)], None
     likely = captures.next_size(program, traces[:2])
     if likely and likely not in [trace.batch_size for trace in traces]:
         with contextlib.suppress(CannotTraceError):  # it is that size that is special
@@ -762,24 +752,13 @@ def _grown(program: Program, traces: list[Trace], fourth_size: int, method: Meth
     return traces, growth
 
 
-def _captured(captures: Captures, program: Program, asked: int, method: Method) -> tuple[list[Trace], int]:
-    """Traces at two sizes or three, and a fourth size; at the size asked for alone, and 0, if no others run."""
-    sizes = FAKE_SIZES[:2] if captures.foresees or captures.rough else FAKE_SIZES[:3]
-    try:
-        return _all_captured(captures, program, sizes, method), FAKE_SIZES[3]
-    except CaptureFailedError as error:
-        if error.value_needed:
-            raise
-    try:
-        return _all_captured(captures, program, [asked << doubling for doubling in range(3)], method), asked << 3
-    except CaptureFailedError:  # the size asked for is the last that may run
-        return [capture(program, asked, method)], 0
-
-
-def _all_captured(captures: Captures, program: Program, sizes: Sequence[int], method: Method) -> list[Trace]:
-    for size in sizes:
-        captures.start(program, size, method)
-    return [capture(program, size, method) for size in sizes]
+def _all_captured(
+    captures: Captures, program: Program, sizes: Sequence[int], method: Method, variants: Sequence[Variant] = (FIRST,)
+) -> list[Trace]:
+    tasks = [(program, size, method, variant) for size in sizes for variant in variants]
+    for task in tasks:
+        captures.start(*task)
+    return [capture(*task) for task in tasks]
 
 
 def _reason(method: Method, error: CannotTraceError) -> str:

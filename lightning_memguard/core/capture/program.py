@@ -385,7 +385,6 @@ class LoopProgram(Program):
 
 
 def _give_gradients(recorder: Recorder, module_copy: nn.Module, optimizers: Sequence[Optimizer] = ()) -> None:
-    """Give all trained parameters a gradient of zeros."""
     held = [p for o in optimizers for group in o.param_groups for p in group["params"]]
     for parameter in {id(p): p for p in (*module_copy.parameters(), *held)}.values():
         if parameter.requires_grad:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from types import MethodWrapperType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,15 +25,12 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_memguard.core.capture.counters import Counters, Due
 from lightning_memguard.core.capture.holders import unregistered_tensors
-from lightning_memguard.core.capture.kernel_scratch import KernelScratch
-from lightning_memguard.core.capture.naming import written_path
-from lightning_memguard.core.capture.storages import Storages, plain_tensors
+from lightning_memguard.core.capture.kernel_scratch import KernelScratch, asked_bytes
+from lightning_memguard.core.capture.storages import Storages, plain_tensors, written_path
 from lightning_memguard.core.capture.work import work_of
-from lightning_memguard.core.foreign import aten as _aten
-from lightning_memguard.core.foreign import find, patched
+from lightning_memguard.core.foreign import aten, find, patched
 from lightning_memguard.core.isolation.pool import beat
 from lightning_memguard.core.simulation import (
-    asked,
     compiled,
     cudnn_rnn,
     fake,
@@ -50,19 +47,16 @@ from lightning_memguard.core.simulation.fake import Function
 from lightning_memguard.core.simulation.value_sizes import ValueSizes, assumption
 from lightning_memguard.core.trace.kept import Kept
 from lightning_memguard.core.trace.scratch import CudaTarget
-from lightning_memguard.core.trace.trace import Event, Trace
+from lightning_memguard.core.trace.trace import Answers, Event, Method, Shares, Trace
 from lightning_memguard.core.trace.work import COMMUNICATION, Work
 from lightning_memguard.errors import CannotTraceError, MemGuardError
-
-if TYPE_CHECKING:
-    from lightning_memguard.core.trace.trace import Answers, Method, Shares
 
 _device_of = torch.ops.prim.device.default
 _COMPOSED = torch._C.DispatchKey.CompositeImplicitAutograd
 _EXPLICIT = torch._C.DispatchKey.CompositeExplicitAutograd
-_FUSED_RMS_NORM = _aten._fused_rms_norm.default
-_ADD, _ADD_ = _aten.add.Tensor, _aten.add_.Tensor
-_DISTANCES = _aten._euclidean_dist.default  # `cdist` by a product, of copies of both inputs
+_FUSED_RMS_NORM = aten._fused_rms_norm.default
+_ADD, _ADD_ = aten.add.Tensor, aten.add_.Tensor
+_DISTANCES = aten._euclidean_dist.default  # `cdist` by a product, of copies of both inputs
 
 
 class Recorder(Storages, TorchDispatchMode):
@@ -128,10 +122,6 @@ class Recorder(Storages, TorchDispatchMode):
         """A node of the backward pass begins."""
         self._first_of_node = len(self._bytes)
 
-    def running_linear(self) -> AbstractContextManager[Any]:
-        """Mark that a Linear runs, maybe inside another: it adds its bias in place, except under a dispatch mode."""
-        return patched(self, in_linear=len(self._bytes))
-
     def note_autotuning(self) -> None:
         """Note that kernels of products and convolutions may be chosen by torch.compile for their speed from now on."""
         self._scratch.is_autotuned = True
@@ -177,7 +167,8 @@ class Recorder(Storages, TorchDispatchMode):
                 self._note_work(func, args, kwargs, known)
             return known
         args, written = masked(func, args), in_place(func)
-        if (written is not None and self._is_of_this_node(args[0])) or self._is_bias_of_linear(func, args):
+        of_this_node = written is not None and self.block_behind(args[0]) >= self._first_of_node
+        if of_this_node or self._is_bias_of_linear(func, args):
             func = written or _ADD_
         taken_apart = self._taken_apart(func)
         if taken_apart is not None:
@@ -195,10 +186,6 @@ class Recorder(Storages, TorchDispatchMode):
         finally:
             self._line = None
         return out
-
-    def _is_of_this_node(self, tensor: Tensor) -> bool:
-        """Whether the node of the backward pass that runs now made a tensor's storage."""
-        return self.block_behind(tensor) >= self._first_of_node
 
     def _is_bias_of_linear(self, func: OpOverload, args: tuple[Any, ...]) -> bool:
         """Whether a Linear adds its bias to a product that it has made, which is in place on plain tensors."""
@@ -238,13 +225,14 @@ class Recorder(Storages, TorchDispatchMode):
 
         Below autograd, and in inference mode, nothing else decomposes such operators, ``conv2d`` for example.
         """
-        fast_path = fast_paths.implementation(func)
+        fast_path = fast_paths.IMPLEMENTED.get(func)
         if fast_path is not None:
             return self._inside_kernel()(fast_path)
         if func is _DISTANCES:
             return self._as_called(view=True)(functools.partial(func._op_dk, _EXPLICIT))
         if (self._below_autograd or torch.is_inference_mode_enabled()) and _is_composed(func, self.device_type):
-            return self._as_called(view=_returns_view(func))(functools.partial(func._op_dk, _COMPOSED))
+            returns_view = any(result.alias_info is not None for result in func._schema.returns)
+            return self._as_called(view=returns_view)(functools.partial(func._op_dk, _COMPOSED))
         return None
 
     @contextmanager
@@ -269,7 +257,7 @@ class Recorder(Storages, TorchDispatchMode):
             except Exception:
                 if not any(isinstance(tensor, FakeTensor) for tensor in plain_tensors([args, *kwargs.values()])):
                     raise
-        inside = asked.scratch_bytes(func, args, kwargs) if self.device_type == "cpu" else None
+        inside = asked_bytes(func, args, kwargs) if self.device_type == "cpu" else None
         if inside is None:
             self.assumptions[fake.unseen(func)] = None
         self._scratch.inside = inside or 0
@@ -312,7 +300,10 @@ class Recorder(Storages, TorchDispatchMode):
         assumed, shares = (*notes, *self.assumptions), self._value_sizes.noted
         read = batch_size, self.device_type, method, events, assumed, kernels, spans, self._batch, held_at, shares
         answers = self.reads.noted if NOTE in self.assumptions else ()
-        return Trace(*read, kept=self.kept, work=self._work_of_step(), answers=answers)
+        # The work of a batch and an optimizer step, the last noted: the first ones also make states.
+        last = {updates: work for (_, updates), work in sorted(self._work.items())}
+        work = tuple(itertools.chain.from_iterable(last.values()))
+        return Trace(*read, kept=self.kept, work=work, answers=answers)
 
     def _note_work(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: object) -> None:
         noted = None if self.phase == "setup" else self._work_noted(updates=self.phase == "optimizer")
@@ -333,11 +324,6 @@ class Recorder(Storages, TorchDispatchMode):
         noted = self._work_noted(updates=True)
         if noted is not None:
             noted.append(Work(COMMUNICATION, 0, nbytes, updates=True))
-
-    def _work_of_step(self) -> tuple[Work, ...]:
-        """Return the work of a batch and an optimizer step, the last noted: the first ones also make states."""
-        by_kind = {updates: work for (_, updates), work in sorted(self._work.items())}
-        return tuple(itertools.chain.from_iterable(by_kind.values()))
 
 
 _NOTED_STEPS = 2
@@ -366,11 +352,6 @@ def _is_composed(func: OpOverload, device_type: str) -> bool:
     return has_kernel(name, _COMPOSED) and not (own or has_kernel(name, device_type.upper()))
 
 
-@functools.cache
-def _returns_view(func: OpOverload) -> bool:
-    return any(result.alias_info is not None for result in func._schema.returns)
-
-
 def call_with_overrides(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     """Call a function of torch, or ours in place of one that fake tensors or a simulated GPU do not support."""
     return (fake_cuda if fake_cuda.is_overridden(func, args) else fake).call(func, args, kwargs)
@@ -394,7 +375,8 @@ class _ModulePaths(TorchFunctionMode):
         if type(func) is MethodWrapperType:  # reads or sets an attribute: frequent, and overridden by no one
             out = func(*args)
         elif func in _WITH_LINEAR and forward_ad._current_level < 0:  # without tangents; checked on torch 2.13
-            with self.recorder.running_linear():
+            # Maybe inside another; it adds its bias in place, except under a dispatch mode.
+            with patched(self.recorder, in_linear=len(self.recorder._bytes)):
                 out = call_with_overrides(func, args, kwargs or {})
         elif func in READS:
             read = functools.partial(call_with_overrides, func, args, kwargs or {})
@@ -483,7 +465,8 @@ def _watched(recorder: Recorder, make: Callable[[], Tensor]) -> Callable[[], Ten
 
     def watched() -> Tensor:
         tensor = make()
-        recorder.note_made(tensor, make.__name__)
+        if recorder._recording and recorder.phase != "setup":
+            recorder.watch(tensor, make.__name__)
         return tensor
 
     return watched
@@ -499,8 +482,8 @@ def gradients_of(optimizers: Iterable[torch.optim.Optimizer], module: nn.Module)
 
 def states_of(optimizers: Iterable[torch.optim.Optimizer]) -> list[Tensor]:
     """The tensors in the optimizers' states."""
-    leaves = [tree_leaves(dict(optimizer.state)) for optimizer in optimizers]
-    return [leaf for group in leaves for leaf in group if isinstance(leaf, Tensor)]
+    leaves = tree_leaves([dict(optimizer.state) for optimizer in optimizers])
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
 def part_bytes(parts: Mapping[str, Iterable[Tensor]], device_type: str) -> dict[str, int]:

@@ -1,15 +1,19 @@
-"""Storages: what is allocated in a step, when, for what, and when it is freed.
+"""Storages: what is allocated in a step, when and where, for what, and when it is freed.
 
-A weak reference's finalizer runs when a storage is freed, fake or real.
+A weak reference's finalizer runs when a storage is freed, fake or real. The code of a step sets its phase, hooks on its
+modules set the module, and the stack or the graph of the forward pass tells the line of the model's code.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
+import traceback
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from types import FrameType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,20 +21,17 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._mode_utils import no_dispatch
 
 from lightning_memguard.core.batch.nesting import batch_bytes, shapes_of, tensors_in
-from lightning_memguard.core.capture.naming import Place
 from lightning_memguard.core.foreign import patched
 from lightning_memguard.core.kernels.arguments import operands
 from lightning_memguard.core.simulation import streams
-from lightning_memguard.core.trace.trace import CASES, WAITS, Event
+from lightning_memguard.core.trace.trace import CASES, WAITS, Action, Event, Shapes
 from lightning_memguard.errors import CannotTraceError
 
-if TYPE_CHECKING:
-    from lightning_memguard.core.trace.trace import Action, Shapes
-
 _OF_A_STEP = ("", "activations", "temporaries")
+_ACTIVATION_PHASES = ("forward", "transfer")
 
 
-class Storages(Place):
+class Storages:
     """The storages of one type of device, and the events of their blocks.
 
     Args:
@@ -38,8 +39,11 @@ class Storages(Place):
     """
 
     def __init__(self, device_type: str) -> None:
-        super().__init__()
         self.device_type = device_type
+        self.phase, self.step, self.module = "setup", 0, ""
+        self.source: str | None = None  # of the forward pass, while the backward pass runs; None: read the stack
+        self._line: str | None = None  # of the operator that is noted now, once it was asked for
+        self._graph_task = -1
         self.rows: list[Event] = []  # an empty part is filled in at the end
         self._parts: dict[int, str] = {}
         self._live: dict[int, int] = {}  # address of the storage -> its block
@@ -64,11 +68,13 @@ class Storages(Place):
 
     def label(self, tensors: Iterable[object], part: str) -> None:
         """Set the part that these tensors belong to; a block that already has one keeps it."""
+        for block in self._blocks_of(tensors):
+            self._parts.setdefault(block, part)
+
+    def _blocks_of(self, tensors: Iterable[object]) -> set[int]:
         with torch._C.DisableTorchFunction():
-            for tensor in plain_tensors([*tensors]):
-                block = self.watch(tensor, "")
-                if block is not None:
-                    self._parts.setdefault(block, part)
+            blocks = [self.watch(tensor, "") for tensor in plain_tensors([*tensors])]
+        return {block for block in blocks if block is not None}
 
     def on_stream(self, stream: int) -> AbstractContextManager[Any]:
         """Record allocations made inside in the pool of another stream, whose free memory no other stream uses."""
@@ -77,17 +83,10 @@ class Storages(Place):
     def note_batch(self, batch: object) -> None:
         """Note a batch that the step is given; of several the largest."""
         self.label(tensors_in(batch), "batch")
-        with torch._C.DisableTorchFunction():
-            blocks = {self.watch(tensor, "") for tensor in plain_tensors([*tensors_in(batch)])}
-        self._batches.append({block for block in blocks if block is not None})
+        self._batches.append(self._blocks_of(tensors_in(batch)))
         known, nbytes = self._batch, batch_bytes(batch)
         if known is None or nbytes > known[1]:
             self._batch = shapes_of(batch), nbytes
-
-    def note_made(self, tensor: Tensor, operator: str) -> None:
-        """Record a tensor that no operator made, in a step."""
-        if self._recording and self.phase != "setup":
-            self.watch(tensor, operator)
 
     def note_resized(self, storage: torch.UntypedStorage) -> None:
         """Record a storage that was resized in place: how FSDP frees what it gathered, and allocates it again."""
@@ -168,6 +167,21 @@ class Storages(Place):
 
     # -- the events
 
+    def line(self) -> str:
+        """The line of the model's code that runs now; in the backward pass, the line of its forward pass."""
+        if self.source is not None:
+            return self.source
+        if not self._line:
+            line = _line_of_the_model(sys._getframe(1))
+            if self._line is None:
+                return line
+            self._line = line
+        return self._line
+
+    def where(self) -> str:
+        """The phase; ``"backward"`` if a backward pass runs in the forward pass, too."""
+        return "backward" if self._graph_task != -1 and self.phase in _ACTIVATION_PHASES else self.phase
+
     def watch(self, tensor: Tensor, operator: str, kept_bytes: int = 0) -> int | None:
         """Return the block behind a tensor, which is recorded if it is new; None if it has none on this device."""
         if tensor.device.type != self.device_type:
@@ -182,21 +196,18 @@ class Storages(Place):
             kind = "a nested tensor" if tensor.is_nested else f"a tensor of layout {tensor.layout}"
             raise CannotTraceError(f"The step makes {kind}, whose bytes depend on values. Use dense tensors instead.")
         storage = tensor.untyped_storage()
-        address = storage._cdata
-        nbytes = storage.nbytes()
-        block = self._live.get(address)
+        nbytes, block = storage.nbytes(), self._live.get(storage._cdata)
         if block is not None:
             if nbytes == self._storage_bytes[block]:
                 return block
-            self._forget(address, block)  # the storage was resized in place: a new allocation behind the same object
+            self._forget(storage._cdata, block)  # resized in place: a new allocation behind the same object
         if not nbytes:
             return None
         return self._hold(storage, self.take(nbytes + kept_bytes, operator), nbytes)
 
     def _hold(self, storage: torch.UntypedStorage, block: int, nbytes: int) -> int:
         address = storage._cdata
-        self._storage_bytes[block] = nbytes
-        self._live[address] = block
+        self._storage_bytes[block], self._live[address] = nbytes, block
         self._references.append(weakref.ref(storage, functools.partial(self._forget, address, block)))
         return block
 
@@ -206,14 +217,11 @@ class Storages(Place):
         self._bytes.append(nbytes)
         if part:
             self._parts[block] = part
-        stream = self._stream_in_use()
+        stream = self._stream or streams.in_use()
         if stream:
             self._streams[block] = stream
         self.add_row("alloc", block, operator, stream, self.line())
         return block
-
-    def _stream_in_use(self) -> int:
-        return self._stream or streams.in_use()
 
     def add_row(
         self, action: Action, block: int, operator: str, stream: int = 0, source: str = "", case: str = ""
@@ -235,8 +243,8 @@ class Storages(Place):
 
     def like(self, operator: str) -> Event:
         """An event that could be at this place, of a block that lives inside an operator."""
-        where, stream = (self.where(), self.step, self.module, operator), self._stream_in_use()
-        return Event("alloc", 0, 0, "workspaces", *where, stream, source=self.line())
+        where = self.where(), self.step, self.module, operator, self._stream or streams.in_use()
+        return Event("alloc", 0, 0, "workspaces", *where, source=self.line())
 
     def block_behind(self, tensor: Tensor) -> int:
         """The block behind a tensor that is recorded; else -1."""
@@ -251,3 +259,37 @@ def plain_tensors(out: object, *, inside: bool = True) -> Iterator[Tensor]:
             yield tensor
         else:
             yield from plain_tensors([getattr(tensor, name) for name in names()[0]])
+
+
+# Packages around the model's own code.
+_NOT_THE_MODEL = {"torch", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_memguard", "contextlib"}
+_END_OF_THE_STEP = "lightning_memguard.core.capture.capture"  # callers of it are not the model
+
+
+def _line_of_the_model(frame: FrameType | None) -> str:
+    while frame is not None and (name := frame.f_globals.get("__name__", "")) != _END_OF_THE_STEP:
+        if _is_of_the_model(str(name)):
+            return sys.intern(f"{frame.f_code.co_filename}:{frame.f_lineno}:{frame.f_code.co_name}")
+        frame = frame.f_back
+    return ""
+
+
+@functools.cache
+def _is_of_the_model(name: str) -> bool:
+    return name.partition(".")[0] not in _NOT_THE_MODEL
+
+
+def line_behind(error: BaseException) -> str:
+    """The innermost line of the model's own code in an error's traceback, as ``file:line``; empty if there is none."""
+    for frame, lineno in reversed(list(traceback.walk_tb(error.__traceback__))):
+        if _is_of_the_model(str(frame.f_globals.get("__name__", ""))):
+            return f"{frame.f_code.co_filename}:{lineno}"
+    return ""
+
+
+_WRAPPERS = ("", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
+
+
+def written_path(path: str) -> str:
+    """A module's path without what FSDP, activation checkpointing and torch.compile put between it and its parent."""
+    return ".".join(name for name in path.split(".") if name not in _WRAPPERS)

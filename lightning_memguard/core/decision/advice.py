@@ -47,16 +47,12 @@ def text(advice: Advice) -> str:
     """
     need = format_bytes(advice.footprint.most_device_bytes)
     verdict = "fits" if advice.fits else "does not fit"
+    time = "" if advice.time_ratio is None else f"{advice.time_ratio - 1:+.0%} time a sample"
     return (
         f"{' + '.join(advice.remedies)}: {need}, {format_bytes(advice.saved_bytes)} less, {verdict}. "
         f"{'; '.join(advice.how)}. {larger_batch(advice)}Costs: "
-        f"{'; '.join(filter(None, (*advice.costs, time_words(advice))))}."
+        f"{'; '.join(filter(None, (*advice.costs, time)))}."
     )
-
-
-def time_words(advice: Advice) -> str:
-    """Such as ``"+31% time a sample"``; empty if it is not known."""
-    return "" if advice.time_ratio is None else f"{advice.time_ratio - 1:+.0%} time a sample"
 
 
 def larger_batch(advice: Advice) -> str:

@@ -11,6 +11,7 @@ from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.core.replay.retries import Retries
 from lightning_memguard.core.shown import Shown
 from lightning_memguard.core.trace.kept import Kept, RunsOut
+from lightning_memguard.core.trace.scratch import up
 from lightning_memguard.errors import DoesNotFitError, MemGuardError
 from lightning_memguard.units import format_bytes
 
@@ -145,7 +146,7 @@ class Limits:
             value = getattr(self, name)
             if value is not None or name in ("min_batch_size", "multiple_of"):
                 check_count(name, value)
-        smallest = _round_up(self.min_batch_size, self.multiple_of)
+        smallest = up(self.min_batch_size, self.multiple_of)
         if self.max_batch_size is not None and smallest > self.max_batch_size:
             raise MemGuardError(
                 f"min_batch_size={self.min_batch_size} (in multiples of {self.multiple_of}) is above "
@@ -159,10 +160,6 @@ class Limits:
         least, most, effective = self.min_batch_size, self.max_batch_size, self.keep_effective_batch_size
         multiple_of = math.lcm(self.multiple_of, unit)
         return Request(batch_size, least, most, multiple_of, dataset_size, effective, accumulate_grad_batches, ranks)
-
-
-def _round_up(number: int, multiple_of: int) -> int:
-    return -(-number // multiple_of) * multiple_of
 
 
 @dataclass(frozen=True)
@@ -204,7 +201,7 @@ class Request:
     @property
     def smallest_batch_size(self) -> int:
         """The smallest size there is to choose."""
-        return _round_up(self.min_batch_size, self.multiple_of)
+        return up(self.min_batch_size, self.multiple_of)
 
 
 @dataclass(frozen=True)

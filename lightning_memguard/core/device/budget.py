@@ -9,9 +9,8 @@ import torch
 
 from lightning_memguard.core.decision.decision import Budget
 from lightning_memguard.core.device.context import context_bytes_between, has_context, reserved_bytes
-from lightning_memguard.core.device.host import available_memory, host_memory
-from lightning_memguard.core.device.memory_info import MemoryInfo, or_none
-from lightning_memguard.core.device.nvml import GpuFacts, gpu_facts_of, nvml_memory, with_index
+from lightning_memguard.core.device.host import MemoryInfo, available_memory, host_memory, or_none
+from lightning_memguard.core.device.nvml import gpu_facts_of, nvml_memory, with_index
 from lightning_memguard.errors import MemGuardError
 from lightning_memguard.units import format_bytes
 
@@ -89,14 +88,20 @@ def _with_own(memory: MemoryInfo | None, own_bytes: int) -> MemoryInfo | None:
 
 def _cuda_memory(device: torch.device, held_bytes: int) -> MemoryInfo | None:
     gpu = gpu_facts_of(device)
-    if gpu.integrated:
-        # NVML answers NotSupported on GB10 and Jetson, and mem_get_info reports MemFree, without the page cache.
-        memory = host_memory()
-    else:
-        memory = nvml_memory(gpu) or or_none(_torch_memory, device) or _host_memory_within(gpu)
+    # NVML answers NotSupported on GB10 and Jetson, and mem_get_info reports MemFree, without the page cache.
+    memory = host_memory() if gpu.integrated else nvml_memory(gpu) or or_none(_torch_memory, device)
+    if memory is None:  # drivers that report nothing but the GPU's size
+        host = host_memory()
+        memory = replace(host, total_bytes=gpu.total_bytes, free_bytes=min(host.free_bytes, gpu.total_bytes))
     # Read after the sources: mem_get_info creates the context, and its answer is without it.
     context = context_bytes_between(None, memory, reserved_bytes(device)) if has_context(device) else 0
-    return _capped(device, _with_own(memory, _own_bytes(device, held_bytes) + context), held_bytes)
+    found = _with_own(memory, _own_bytes(device, held_bytes) + context)
+    fraction = or_none(torch.cuda.get_per_process_memory_fraction, device)
+    if found is None or fraction is None or fraction >= 1:
+        return found
+    # The allocator refuses to go past torch.cuda.set_per_process_memory_fraction.
+    others = max(0, torch.cuda.memory_allocated(device) - held_bytes)
+    return replace(found, free_bytes=max(0, min(found.free_bytes, int(fraction * found.total_bytes) - others)))
 
 
 def _torch_memory(device: torch.device) -> MemoryInfo:
@@ -109,22 +114,7 @@ def _mps_memory() -> MemoryInfo:
     return MemoryInfo(total, total - torch.mps.driver_allocated_memory(), "mps")
 
 
-def _host_memory_within(gpu: GpuFacts) -> MemoryInfo:
-    """The last resort for a GPU whose drivers report nothing but its size."""
-    host = host_memory()
-    return replace(host, total_bytes=gpu.total_bytes, free_bytes=min(host.free_bytes, gpu.total_bytes))
-
-
 def _own_bytes(device: torch.device, held_bytes: int) -> int:
     """Return the bytes that the allocator caches, and those of its allocations that are the model."""
     allocated = or_none(lambda: torch.get_device_module(device).memory_allocated(device)) or 0
     return reserved_bytes(device) - allocated + min(held_bytes, allocated)
-
-
-def _capped(device: torch.device, memory: MemoryInfo | None, held_bytes: int) -> MemoryInfo | None:
-    """Apply torch.cuda.set_per_process_memory_fraction: the allocator refuses to go past it."""
-    fraction = or_none(torch.cuda.get_per_process_memory_fraction, device)
-    if memory is None or fraction is None or fraction >= 1:
-        return memory
-    others = max(0, torch.cuda.memory_allocated(device) - held_bytes)
-    return replace(memory, free_bytes=max(0, min(memory.free_bytes, int(fraction * memory.total_bytes) - others)))

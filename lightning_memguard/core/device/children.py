@@ -10,8 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from lightning_memguard.core.device.host import status_bytes
-from lightning_memguard.core.device.memory_info import or_none
+from lightning_memguard.core.device.host import or_none, status_bytes
 
 _SHARED = "/dev/shm"  # noqa: S108 - nothing is written there
 _MOST_SHARE = 0.005  # of the run's time may go into reading the pages of processes, and as much into their files
@@ -117,13 +116,11 @@ def _descendants(pid: int) -> Iterator[int]:
 
 def _files_in_shared_memory(pid: int) -> Iterator[os.stat_result]:
     """Files in /dev/shm that a process has open, or that are named after it, as by the strategy "file_system"."""
-    opened = (file for file in Path(f"/proc/{pid}/fd").glob("*") if _is_in_shared_memory(file))
-    found = (or_none(file.stat) for file in (*opened, *Path(_SHARED).glob(f"torch_{pid}_*")))
-    yield from filter(None, found)
-
-
-def _is_in_shared_memory(file: Path) -> bool:
-    return (or_none(os.readlink, file) or "").startswith(f"{_SHARED}/")
+    for file in (*Path(f"/proc/{pid}/fd").glob("*"), *Path(_SHARED).glob(f"torch_{pid}_*")):
+        if file.name.startswith("torch_") or (or_none(os.readlink, file) or "").startswith(f"{_SHARED}/"):
+            status = or_none(file.stat)
+            if status:
+                yield status
 
 
 def _rollup(pid: int) -> dict[str, int]:

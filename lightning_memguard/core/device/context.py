@@ -1,12 +1,12 @@
-"""Memory of a process on its GPU outside PyTorch's allocator: CUDA's context and libraries."""
+"""Memory of a process on its GPU outside PyTorch's allocator: CUDA's context and libraries, NCCL's buffers."""
 
 from __future__ import annotations
 
 import torch
 
-from lightning_memguard.core.device.memory_info import MemoryInfo, or_none
+from lightning_memguard.core.device.host import MemoryInfo, or_none
 from lightning_memguard.core.device.nvml import nvml_memory_of, with_index
-from lightning_memguard.units import GIB
+from lightning_memguard.units import GIB, MIB
 
 # CUDA's context and the libraries that load with it are outside the allocator. Measured on consumer and workstation
 # cards: 107 to 555 MB; on a V100 about 300 MB with lazy loading (CUDA 11.7 and newer), 1343 MB without, which no build
@@ -75,3 +75,31 @@ def outside_allocator_bytes(before: MemoryInfo | None, now: MemoryInfo | None, r
         if taken is not None and 0 < taken - reserved_bytes <= _LARGEST_CONTEXT_BYTES:
             return taken - reserved_bytes, source
     return 0, "context not seen"
+
+
+# -- NCCL: the buffers of its connections
+
+# Each connection of a channel to a peer holds a buffer for each protocol on its receiving side (`computeBuffSizes` in
+# NCCL's src/init.cc: 4 MiB Simple, NCCL_LL128_BUFF_SIZE 4.7 MiB, NCCL_LL_BUFF_SIZE 0.5 MiB; 10 MiB when rounded up to
+# CUDA's granularity) and 2 MiB on its sending side: the two sizes that NVIDIA/nccl#1685 counted on 8 H100.
+_CONNECTION_BYTES = (10 + 2) * MIB
+
+# Channels, and connections of each. Over NVLink: ring and tree on 24 channels are 576 MiB (544 MB for two, 688 MB for
+# four A100 in NVIDIA/nccl#964); at most ring and a branching tree on all that there are. What there is of both follows
+# the bandwidth (NVIDIA/nccl#864): over PCIe, a ring on two to four channels.
+_LEAST = 2, 1
+_NVLINK, _MOST_NVLINK = (24, 2), (32, 3)
+_PCIE, _MOST_PCIE = (4, 2), (16, 3)
+_WITH_NVLINK = ((7, 0), (8, 0), (9, 0), (10, 0), (10, 3))  # compute capabilities; such cards come without it too
+
+
+def nccl_bytes(communicators: int, compute_capability: tuple[int, int]) -> tuple[int, int, int]:
+    """Return the bytes that so many communicators take on each of their GPUs: at least, most likely, at most.
+
+    A communicator is made by the first collective of a process group. Beyond two nodes it takes no more with more ranks
+    (NVIDIA/nccl#864). Not counted: send and receive between all pairs, NVLink SHARP, and registered user buffers.
+    """
+    linked = compute_capability in _WITH_NVLINK
+    likely, most = (_NVLINK, _MOST_NVLINK) if linked else (_PCIE, _MOST_PCIE)
+    least, usual, largest = (channels * each * _CONNECTION_BYTES for channels, each in (_LEAST, likely, most))
+    return communicators * least, communicators * usual, communicators * largest

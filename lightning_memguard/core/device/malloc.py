@@ -11,7 +11,7 @@ from time import monotonic
 
 import torch
 
-from lightning_memguard.core.device.memory_info import or_none
+from lightning_memguard.core.device.host import or_none
 
 KEPT_FREED_RATIO = 1.75
 """How far the freed blocks that glibc keeps can raise a CPU training above its tensors (see `return_freed_memory`)."""

@@ -17,7 +17,7 @@ from typing import IO, Any
 
 import torch
 
-from lightning_memguard.core.device.memory_info import or_none
+from lightning_memguard.core.device.host import or_none
 from lightning_memguard.core.device.nvml import driver_version
 from lightning_memguard.core.replay.learned import Learned, Sighting
 from lightning_memguard.errors import MemGuardError
@@ -79,7 +79,7 @@ class Measurement:
         run: names the run; a later measurement of the same run replaces this one.
         time: when, as ISO 8601.
         module: the name of the module's class, for people.
-        step: its signature, see `lightning_memguard.core.trace.signature`.
+        step: its signature, see `lightning_memguard.core.trace.trace.signature_of`.
         precision: as Lightning names it.
         batch_size: samples on this rank.
         predicted_bytes: the peak on the device, without any correction.
@@ -224,15 +224,11 @@ def learned_from(measurements: Iterable[Measurement], step: str, where: str = "t
     for each in measurements:
         if each.step == step:
             by_size.setdefault(each.batch_size, []).append(each)
-    return Learned(step, tuple(_sighting(size, found[-_OF_ONE_SIZE:]) for size, found in by_size.items()), where)
-
-
-def _sighting(size: int, found: list[Measurement]) -> Sighting:
-    middle = sorted(found, key=lambda each: each.measured_bytes / each.predicted_bytes)[len(found) // 2]
-    ratios = sorted(
-        each.step_seconds / each.predicted_step_seconds
-        for each in found
-        if each.step_seconds and each.predicted_step_seconds
-    )
-    ratio = ratios[len(ratios) // 2] if ratios else None
-    return Sighting(size, middle.predicted_bytes, middle.measured_bytes, len(found), ratio)
+    sightings = []
+    for size, of_size in by_size.items():
+        found = sorted(of_size[-_OF_ONE_SIZE:], key=lambda each: each.measured_bytes / each.predicted_bytes)
+        middle, timed = found[len(found) // 2], [each for each in found if each.step_seconds]
+        ratios = sorted(e.step_seconds / e.predicted_step_seconds for e in timed if e.predicted_step_seconds)
+        ratio = ratios[len(ratios) // 2] if ratios else None
+        sightings.append(Sighting(size, middle.predicted_bytes, middle.measured_bytes, len(found), ratio))
+    return Learned(step, tuple(sightings), where)

@@ -12,9 +12,8 @@ import torch
 
 from lightning_memguard.core.decision.record import Measured
 from lightning_memguard.core.device.context import memory_before_context, outside_allocator_bytes
-from lightning_memguard.core.device.host import status_bytes
+from lightning_memguard.core.device.host import MemoryInfo, or_none, status_bytes
 from lightning_memguard.core.device.malloc import trim_heap
-from lightning_memguard.core.device.memory_info import MemoryInfo, or_none
 from lightning_memguard.core.device.nvml import nvml_memory_of
 from lightning_memguard.core.replay.history import allocated_by_line
 

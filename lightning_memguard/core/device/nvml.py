@@ -7,10 +7,11 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from types import ModuleType
+from typing import Any
 
 import torch
 
-from lightning_memguard.core.device.memory_info import MemoryInfo, or_none
+from lightning_memguard.core.device.host import MemoryInfo, or_none
 
 
 @dataclass(frozen=True)
@@ -42,29 +43,17 @@ def with_index(device: torch.device) -> torch.device:
 def gpu_facts(index: int, properties: torch._C._CudaDeviceProperties, visible_devices: str | None) -> GpuFacts:
     """Gather what identifies a GPU: its index and properties in torch, and ``CUDA_VISIBLE_DEVICES`` if it is set."""
     total, integrated = int(properties.total_memory), bool(getattr(properties, "is_integrated", False))
-    entry = _visible_entry(index, visible_devices)
+    entries = dict(enumerate(map(str.strip, (visible_devices or "").split(","))))
+    entry = str(index) if visible_devices is None else entries.get(index, "")
     if entry.startswith("MIG-"):
         # Its PCI bus and index are those of the whole GPU, not of the slice.
         return GpuFacts(total, (entry,), integrated=integrated)
     uuid = getattr(properties, "uuid", None)
     uuids = (f"GPU-{uuid}", f"MIG-{uuid}") if uuid else ()  # torch omits the prefix
     nvml_index = int(entry) if entry.isdecimal() else None
-    return GpuFacts(total, uuids, _pci_bus_id(properties), nvml_index, integrated)
-
-
-def _visible_entry(index: int, visible_devices: str | None) -> str:
-    """The device's own name in CUDA_VISIBLE_DEVICES; its index if that is not set."""
-    if visible_devices is None:
-        return str(index)
-    entries = visible_devices.split(",")
-    return entries[index].strip() if index < len(entries) else ""
-
-
-def _pci_bus_id(properties: torch._C._CudaDeviceProperties) -> str:
-    """The bus id in NVML's spelling, if this torch's properties have it."""
-    parts = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
-    known = [part for part in parts if part is not None]
-    return "{:08X}:{:02X}:{:02X}.0".format(*known) if len(known) == 3 else ""
+    parts: list[Any] = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
+    pci_bus_id = "" if None in parts else "{:08X}:{:02X}:{:02X}.0".format(*parts)  # an older torch does not have it
+    return GpuFacts(total, uuids, pci_bus_id, nvml_index, integrated)
 
 
 def gpu_facts_of(device: torch.device) -> GpuFacts:
@@ -105,7 +94,11 @@ def _ask_nvml(gpu: GpuFacts) -> MemoryInfo | None:
     try:
         for find, name in _nvml_handles(pynvml, gpu):
             memory = or_none(_memory_of, pynvml, find, name)
-            if memory is not None and _is_of(memory, name, gpu):
+            if memory is None:
+                continue
+            # NVML's total is 1 to 2% above CUDA's, a whole GPU's far above that of its MIG slice, whose name is unique.
+            alike = math.isclose(memory.total_bytes, gpu.total_bytes, rel_tol=0.1)
+            if alike or str(name).startswith("MIG-"):
                 total = min(memory.total_bytes, gpu.total_bytes)  # as CUDA sees it
                 return replace(memory, total_bytes=total, free_bytes=min(memory.free_bytes, total))
         return None
@@ -130,9 +123,3 @@ def _memory_of(pynvml: ModuleType, find: Callable[[str | int], object], name: st
         return MemoryInfo(newer.total, newer.free, "nvml", newer.used)
     older = pynvml.nvmlDeviceGetMemoryInfo(handle)  # before driver 510; its `used` includes the driver's share
     return MemoryInfo(older.total, older.free, "nvml")
-
-
-def _is_of(memory: MemoryInfo, name: str | int, gpu: GpuFacts) -> bool:
-    """Whether the sizes agree: NVML's total is 1 to 2% above CUDA's, a whole GPU's far above that of its MIG slice."""
-    # The name of a slice is unique, so its size needs no check.
-    return str(name).startswith("MIG-") or math.isclose(memory.total_bytes, gpu.total_bytes, rel_tol=0.1)

@@ -35,11 +35,7 @@ def process_bytes(parameters: Iterable[torch.Tensor], threads: int) -> tuple[int
     >>> process_bytes([torch.zeros(1024, 512)], threads=2)
     (0, 0, 10485760)
     """
-    panels = (_panel_bytes(each.shape[0], each.shape[1], threads) for each in parameters if each.dim() == 2)
+    # Of the forward pass's product with a weight and of the backward pass's.
+    shapes = (shape for each in parameters if each.dim() == 2 for shape in (each.shape, each.shape[::-1]))
+    panels = (4 * min(rows, _PANEL_ROWS) * min(columns, threads * _PANEL_COLUMNS) for rows, columns in shapes)
     return 0, 0, OBJECTS_BYTES + max(threads, _LEAST_THREADS) * _PRODUCTS_BYTES + max(panels, default=0)
-
-
-def _panel_bytes(outputs: int, inputs: int, threads: int) -> int:
-    """The larger one of the forward pass's product with a weight and the backward pass's."""
-    shapes = ((inputs, outputs), (outputs, inputs))
-    return max(4 * min(rows, _PANEL_ROWS) * min(columns, threads * _PANEL_COLUMNS) for rows, columns in shapes)

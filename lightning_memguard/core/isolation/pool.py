@@ -14,17 +14,15 @@ from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from time import monotonic
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 import psutil
+from typing_extensions import Self
 
 from lightning_memguard.core.device.host import available_memory
 
 if hasattr(os, "fork"):  # the module needs what Windows lacks, too
     from lightning_memguard.core.isolation.child import cut_off
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 Request = TypeVar("Request", bound=Hashable)
 Value = TypeVar("Value")
@@ -218,7 +216,6 @@ class _Child:
         self._used = 0.0  # seconds of processor time when it was heard last
 
     def ask(self, request: object) -> None:
-        """Send the child a request."""
         self.request, self.is_busy = request, True
         self._started = self._awake = monotonic()
         with contextlib.suppress(BrokenPipeError):  # it has died, which `read` will find
@@ -249,9 +246,12 @@ class _Child:
         now = monotonic()
         if now - self._started > MOST_SECONDS and not self._trusted:
             return Answer(lost=f"it had not ended after {MOST_SECONDS:.0f} s")
-        used, is_asleep = self._processor_seconds() - self._used, self._is_asleep()
-        if used > SILENT_SECONDS and not self._trusted:
+        if self._processor_seconds() - self._used > SILENT_SECONDS and not self._trusted:
             return Answer(lost=f"it went on for {SILENT_SECONDS:.0f} s without calling an operator of torch")
+        try:
+            is_asleep = psutil.Process(self._process).status() in (psutil.STATUS_SLEEPING, psutil.STATUS_ZOMBIE)
+        except psutil.Error:
+            is_asleep = True
         if not is_asleep:  # a busy machine may let it wait for a processor
             self._awake = now
         elif now - self._awake > BLOCKED_SECONDS:
@@ -264,12 +264,6 @@ class _Child:
         except psutil.Error:
             return 0.0
         return float(times.user + times.system)
-
-    def _is_asleep(self) -> bool:
-        try:
-            return psutil.Process(self._process).status() in (psutil.STATUS_SLEEPING, psutil.STATUS_ZOMBIE)
-        except psutil.Error:
-            return True
 
     def _ended(self, options: int = 0) -> Answer[Any] | None:
         """How it ended; None if it has not ended and ``options`` say not to wait."""

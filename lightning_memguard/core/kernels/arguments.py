@@ -7,12 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
-from lightning_memguard.core.trace.scratch import NONE, Block, CpuTarget, CudaTarget, Moment, Scratch
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from lightning_memguard.core.trace.scratch import NONE, Block, CpuTarget, CudaTarget, Moment, Scratch, Tensor
 
 Target = TypeVar("Target", bound=CpuTarget | CudaTarget)
 _Target_co = TypeVar("_Target_co", bound=CpuTarget | CudaTarget, covariant=True)

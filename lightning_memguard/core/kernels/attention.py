@@ -8,17 +8,23 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from lightning_memguard.core.kernels.arguments import Call, CudaCall, Rules, after, dimensions
 from lightning_memguard.core.kernels.cuda_reductions import reduction
 from lightning_memguard.core.kernels.layout import TensorLayout, copy_bytes, is_half
-from lightning_memguard.core.trace.scratch import FLOAT, NONE, ByteRange, CpuTarget, CudaTarget, Scratch, nbytes, up
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from lightning_memguard.core.trace.scratch import (
+    FLOAT,
+    NONE,
+    ByteRange,
+    CpuTarget,
+    CudaTarget,
+    Scratch,
+    Tensor,
+    nbytes,
+    up,
+)
 
 RULES = Rules[CudaTarget]()
 EITHER = Rules[CpuTarget | CudaTarget]()

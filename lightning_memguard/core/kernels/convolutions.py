@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
-from lightning_memguard.core.kernels import cudnn, cudnn_table
+from lightning_memguard.core.kernels import cudnn
 from lightning_memguard.core.kernels.arguments import CudaCall, Rules, after, moments
 from lightning_memguard.core.kernels.cuda_reductions import reduction
 from lightning_memguard.core.kernels.layout import (
@@ -16,10 +15,7 @@ from lightning_memguard.core.kernels.layout import (
     is_ordered,
     suggests_channels_last,
 )
-from lightning_memguard.core.trace.scratch import NONE, Block, ByteRange, CudaTarget, Scratch, nbytes
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from lightning_memguard.core.trace.scratch import NONE, Block, ByteRange, CudaTarget, Scratch, Tensor, nbytes
 
 RULES = Rules[CudaTarget]()
 
@@ -57,22 +53,17 @@ def _workspace(operation: cudnn.Operation, call: CudaCall) -> Block:
         deterministic=gpu.deterministic,
         every=gpu.benchmark,
     )
-    plans = cudnn.workspaces(question) or (cudnn_table.likely(question), 0)
-    point, most = 0 if _is_narrow(weight) else plans[0], max(plans if gpu.benchmark else plans[:1])
+    plans = cudnn.workspaces(question) or (cudnn.likely(question), 0)
+    # For a product of few channels, cuDNN's heuristics name copies first, which measured runs did not take: those of
+    # MobileNetV2, MNASNet and RegNet on an RTX 3060 and 4060 with an older cuDNN than can be asked. The threshold was
+    # chosen on them (`benchmarks/accuracy.py`). For newer ones, the copies stay in the upper end of the range.
+    is_narrow = math.prod(weight.shape[2:]) == 1 and min(weight.shape[:2]) < _NARROW
+    point, most = 0 if is_narrow else plans[0], max(plans if gpu.benchmark else plans[:1])
     if 0 < gpu.cudnn < cudnn.FIRST_VERSION and not gpu.benchmark:
         most = point  # measured runs with such a version took no copies for narrow products
     if gpu.compute_capability < cudnn.FIRST_CAPABILITY:  # measured runs on a V100 took 10 to 18 % more than without any
-        most = max(most, cudnn_table.tensors_bytes(question))
+        most = max(most, cudnn.tensors_bytes(question))
     return ByteRange(0, point, most, plans) if most else 0
-
-
-def _is_narrow(weight: Tensor) -> bool:
-    """A product of few channels: cuDNN's heuristics name copies first, which measured runs did not take.
-
-    The threshold was chosen on those runs, of MobileNetV2, MNASNet and RegNet on an RTX 3060 and 4060 with an older
-    cuDNN than can be asked (`benchmarks/accuracy.py`); for newer ones, the copies stay in the upper end of the range.
-    """
-    return math.prod(weight.shape[2:]) == 1 and min(weight.shape[:2]) < _NARROW
 
 
 _TRANSPOSED: dict[cudnn.Operation, cudnn.Operation] = {"forward": "input", "input": "forward", "weight": "weight"}

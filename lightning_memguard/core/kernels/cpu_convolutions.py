@@ -7,7 +7,6 @@ What oneDNN takes is asked of it (`onednn`). Where it cannot be asked, formulas 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 from lightning_memguard.core.kernels import onednn
 from lightning_memguard.core.kernels.arguments import CpuCall, Rules, moments
@@ -18,18 +17,10 @@ from lightning_memguard.core.kernels.layout import (
     is_ordered,
     suggests_channels_last,
 )
-from lightning_memguard.core.trace.scratch import FLOAT, NONE, CpuTarget, Scratch, nbytes, up
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from lightning_memguard.core.trace.scratch import FLOAT, NONE, CpuTarget, Scratch, Tensor, nbytes, up
 
 RULES = Rules[CpuTarget]()
 _Layout = tuple[tuple[int, ...], tuple[int, ...]]
-
-
-def _channels_last_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    inner = contiguous_strides((shape[0], *shape[2:], shape[1]))
-    return inner[0], inner[-1], *inner[1:-1]
 
 
 class _Conv:
@@ -93,7 +84,10 @@ class _Conv:
 
     def _laid_out(self, tensor: Tensor) -> _Layout:
         shape, _ = as_images(tensor)
-        return shape, _channels_last_strides(shape) if self.is_channels_last else contiguous_strides(shape)
+        if not self.is_channels_last:
+            return shape, contiguous_strides(shape)
+        inner = contiguous_strides((shape[0], *shape[2:], shape[1]))
+        return shape, (inner[0], inner[-1], *inner[1:-1])
 
     def _weight_matrix(self) -> onednn.Matrix:
         """`make_grouped_weights` in ideep's tensor.hpp; inputs come first where the convolution is transposed."""
@@ -111,7 +105,11 @@ class _Conv:
 
     def formula(self, y: Tensor) -> onednn.Taken:
         """Estimate its memory if oneDNN cannot be asked: everything in blocked layouts, no scratchpad."""
-        weights = onednn.Piece(self._blocked_weight(), False, False, 0)
+        blocked = nbytes(self.weight)
+        if self.groups == 1:
+            out, into = (up(size, self.host.channel_block) for size in self.weight.shape[:2])
+            blocked = out * into * math.prod(self.weight.shape[2:]) * FLOAT
+        weights = onednn.Piece(blocked, False, False, 0)
         if self.is_channels_last:
             return onednn.Taken(onednn.NO_COPY, weights, onednn.NO_COPY, 0)
         x, result = (onednn.Piece(self._blocked(tensor), False, False, 0) for tensor in (self.x, y))
@@ -122,12 +120,6 @@ class _Conv:
         channels, block = tensor.shape[1], self.host.channel_block
         padded = channels if channels > block and channels % 8 == 0 else up(channels, block)
         return nbytes(tensor) // channels * padded
-
-    def _blocked_weight(self) -> int:
-        if self.groups > 1:
-            return nbytes(self.weight)
-        out, into = (up(size, self.host.channel_block) for size in self.weight.shape[:2])
-        return out * into * math.prod(self.weight.shape[2:]) * FLOAT
 
     # -- unfolded images
 
@@ -148,12 +140,9 @@ class _Conv:
         moves = {*self.stride} == {1} and {*self.padding} == {0}
         is_view = kernel == 1 and moves and not (dilated or self.transposed)
         unfolded = 0 if is_view else samples * channels * kernel * math.prod(spatial) * x.element_size()
-        return unfolded, nbytes(x) // self.groups if self._narrows else 0
-
-    @property
-    def _narrows(self) -> bool:
-        """Whether the channels of one group are not contiguous (`subtensor` in Convolution.cpp)."""
-        return self.groups > 1 and (self.x.shape[0] > 1 or (self.is_channels_last and math.prod(self.x.shape[2:]) > 1))
+        # Whether the channels of one group are not contiguous (`subtensor` in Convolution.cpp).
+        apart = self.groups > 1 and (x.shape[0] > 1 or (self.is_channels_last and math.prod(x.shape[2:]) > 1))
+        return unfolded, nbytes(x) // self.groups if apart else 0
 
 
 @RULES.of("convolution")

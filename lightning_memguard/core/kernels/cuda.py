@@ -1,18 +1,151 @@
-"""CUDA kernels without a file of their own: images, lists of tensors, Fourier transforms, copies between devices."""
+"""CUDA kernels without a file of their own: products, losses, images, lists of tensors, Fourier transforms, copies."""
 
 from __future__ import annotations
 
-from lightning_memguard.core.kernels.arguments import CudaCall, Rules, after
+from functools import partial
+
+from lightning_memguard.core.kernels.arguments import CudaCall, Rules, after, moments
+from lightning_memguard.core.kernels.cuda_reductions import mean_blocks, reduction
 from lightning_memguard.core.kernels.layout import (
+    LONG,
+    TensorLayout,
     accumulator_bytes,
+    broadcast_numel,
     copies_of,
     copy_bytes,
     is_channels_last,
     is_non_overlapping_and_dense,
+    steps_of,
 )
-from lightning_memguard.core.trace.scratch import NONE, ByteRange, CudaTarget, Scratch, nbytes
+from lightning_memguard.core.trace.scratch import NONE, ByteRange, CudaTarget, Scratch, Tensor, nbytes
 
 RULES = Rules[CudaTarget]()
+
+
+# -- matrix products and distances: copies of what cuBLAS cannot read as it is
+
+
+@RULES.of("mm", "addmm", "_addmm_activation")
+def _mm(call: CudaCall) -> Scratch:
+    """`addmm_out_cuda_impl` (Blas.cpp)."""
+    left = call["mat1" if "mat1" in call.arguments else "self"]
+    return after((_matrix(left), _matrix(call["mat2"])))
+
+
+def _matrix(tensor: Tensor) -> int:
+    """`prepare_matrix_for_cublas` (cuBlasCommonArgs.h): a copy of what is neither dense nor has one stride of 1."""
+    ready = tensor.dim() != 2 or is_non_overlapping_and_dense(tensor) or steps_of(tensor.shape, tensor.stride())
+    return 0 if ready else nbytes(tensor)
+
+
+@RULES.of("bmm", "baddbmm")
+def _bmm(call: CudaCall) -> Scratch:
+    """`bmm_out_cuda_impl` (Blas.cpp): the result's layout says how the operands are read."""
+    names = ("batch1", "batch2") if "batch1" in call.arguments else ("self", "mat2")
+    left, right, out = (*map(call.__getitem__, names), call.result)
+    if {left.dim(), right.dim(), out.dim()} != {3} or not (left.numel() and right.numel() and out.numel()):
+        return NONE
+    transposed = not (out.stride(1) == 1 and (out.shape[2] == 1 or out.stride(2) >= max(1, out.shape[1])))
+    lead = 1 if transposed else 2
+    first, second = (right, left) if transposed else (left, right)
+    rows, columns, inner = out.shape[2 if transposed else 1], out.shape[lead], first.shape[lead]
+    return after((_batch_matrix(first, transposed, rows, inner), _batch_matrix(second, transposed, inner, columns)))
+
+
+def _batch_matrix(tensor: Tensor, transposed: bool, rows: int, columns: int) -> int:
+    """`prepare_batch_matrix_for_cublas` (Blas.cpp): a copy of matrices that cuBLAS could not step through."""
+    _, down, across = tensor.stride()
+    if steps_of((rows, columns), (across, down) if transposed else (down, across)):
+        return 0
+    return 0 if tensor.is_contiguous() and down and across else nbytes(tensor)
+
+
+@RULES.of("_euclidean_dist")
+def _euclidean_dist(call: CudaCall) -> Scratch:
+    """`_euclidean_dist` (aten/src/ATen/native/Distance.cpp): both sets widened by their norms and ones."""
+    left, right = call["x1"], call["x2"]
+    if not (left.dim() and right.dim()):
+        return NONE
+    sides = [(nbytes(x), nbytes(x) // x.shape[-1] if x.shape[-1] else 0) for x in (left, right)]
+    (first, norms), (second, others) = sides
+    ends = (norms, norms, others, others)
+    wide = first + 2 * norms, second + 2 * others
+    before = ((first, norms), (norms, norms, second, others), (*ends, first, wide[0]), (*ends, *wide))
+    return Scratch(before=moments(before), after=moments((wide,)))
+
+
+@RULES.of("_cdist_backward")
+def _cdist_backward(call: CudaCall) -> Scratch:
+    """`cdist_backward_kernel_impl` (DistanceKernel.cu): what each pair adds, then its sum."""
+    left, right = call["x1"], call["x2"]
+    if left.dim() < 2 or right.dim() < 2:
+        return NONE
+    rows, others, width = left.shape[-2], right.shape[-2], left.shape[-1]
+    batch = call.result.numel() // max(1, rows * width)
+    layout = TensorLayout.contiguous((batch, others, rows, width), left.element_size())
+    reduced = reduction(layout, frozenset({1}), accumulator_bytes(left), call.target)
+    pairs = batch * others * rows * width * left.element_size()
+    return after((copy_bytes(call["grad"]), copy_bytes(left), copy_bytes(right), pairs, *reduced))
+
+
+# -- losses and softmax
+
+
+def _shrunk_loss(call: CudaCall, *, in_result: bool = False) -> Scratch:
+    """Losses whose result was allocated for all elements, and then shrunk: its storage stays.
+
+    `mse_loss_out` and `smooth_l1_loss_out` (aten/src/ATen/native/Loss.cpp) have all losses in another tensor;
+    `soft_margin_loss_out` and `binary_cross_entropy_out_cuda` (Loss.cu) in the result itself.
+    """
+    x = call["self"]
+    if not call["reduction"] or not x.numel():
+        return NONE
+    itemsize = call.result.element_size()
+    count = broadcast_numel(x, call["target"])
+    scratch = itemsize if in_result else count * itemsize
+    return after((scratch, *mean_blocks(count, itemsize, call.target)), kept=(count - 1) * itemsize)
+
+
+RULES.of("mse_loss", "smooth_l1_loss")(_shrunk_loss)
+RULES.of("soft_margin_loss", "binary_cross_entropy")(partial(_shrunk_loss, in_result=True))
+
+
+@RULES.of("huber_loss", "binary_cross_entropy_with_logits")
+def _mean_loss(call: CudaCall) -> Scratch:
+    """Two losses in aten/src/ATen/native/Loss.cpp: log-sigmoids of logits; if reduced, all losses, then their mean."""
+    x = call["self"]
+    sigmoids = nbytes(x) if "pos_weight" in call.arguments else 0
+    mean = mean_blocks(x.numel(), call.result.element_size(), call.target)
+    return after((sigmoids, nbytes(x), *mean) if call["reduction"] else (sigmoids,))
+
+
+# `nll_loss_forward_out_cuda_template` and `nll_loss_backward_out_cuda_template` (Loss.cu, NLLLoss2d.cu)
+RULES.of("nll_loss_forward", "nll_loss2d_forward")(copies_of("self", "target", "weight"))
+RULES.of("nll_loss_backward", "nll_loss2d_backward")(copies_of("target", "weight"))
+# `host_softmax` and `host_softmax_backward` (SoftMax.cu)
+RULES.of("_softmax", "_log_softmax")(copies_of("self"))
+RULES.of("_log_softmax_backward_data")(copies_of("grad_output", "output"))
+
+
+@RULES.of("_softmax_backward_data")
+def _softmax_backward(call: CudaCall) -> Scratch:
+    """`softmax_backward_cuda_out` (SoftMax.cu): ``grad * output``, which `host_softmax_backward` makes contiguous."""
+    grad, output = call["grad_output"], call["output"]
+    product = grad.numel() * max(grad.element_size(), output.element_size())
+    turned = product if is_non_overlapping_and_dense(grad) and copy_bytes(grad) else 0
+    return after((product, turned, copy_bytes(output)))
+
+
+@RULES.of("_ctc_loss", "_ctc_loss_backward")
+def _ctc_loss(call: CudaCall) -> Scratch:
+    """`ctc_loss_gpu_template` and `ctc_loss_backward_gpu_template` (LossCTC.cu): lengths and offsets of each sample.
+
+    The backward pass takes its variables too, as large as the forward ones.
+    """
+    log_alpha, losses = call.get("log_alpha"), call.get("neg_log_likelihood")
+    lengths = (call.result if losses is None else losses).numel() * LONG
+    variables = 0 if log_alpha is None else nbytes(log_alpha)
+    return after((copy_bytes(call["targets"]), variables, lengths, lengths, lengths))
 
 
 # -- pooling, resizing, padding: copies of layout

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from lightning_memguard.core.kernels.arguments import CudaCall, Rules, after, dimensions
 from lightning_memguard.core.kernels.layout import LONG, TensorLayout, accumulator_bytes, contiguous_strides, is_half
-from lightning_memguard.core.trace.scratch import FLOAT, NONE, CudaTarget, Scratch, nbytes
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from lightning_memguard.core.trace.scratch import FLOAT, NONE, CudaTarget, Scratch, Tensor, nbytes
 
 RULES = Rules[CudaTarget]()
 
@@ -116,7 +113,8 @@ def _config(loops: list[_Loop], x: TensorLayout, gpu: CudaTarget, vector: int) -
     if fastest == 1 and by_input and count == 1 and wide >= 128:
         wide //= vector
     elif fastest == 1 and not by_input:
-        many = _output_vector(loops, count, x.offset)
+        # `get_output_vec_size`: outputs that one thread reads side by side
+        many = math.gcd(4, x.offset, *(loop.size if place == count else loop.into for place, loop in enumerate(loops)))
         wide //= many
     width, height = _block(wide, high, 512 // many)
     step, columns = (width, 1) if by_input else (1, width)
@@ -140,16 +138,6 @@ def _block(wide: int, high: int, most: int) -> tuple[int, int]:
     high = last_power(high) if high < most else most
     height = min(high, most // min(wide, 32))
     return min(wide, most // height), height
-
-
-def _output_vector(loops: list[_Loop], count: int, offset: int) -> int:
-    """`get_output_vec_size`: outputs that one thread reads side by side."""
-    strides = [loop.into for place, loop in enumerate(loops) if place != count]
-    size = 4
-    for value in (offset, loops[count].size, *strides):
-        while value % size:
-            size //= 2
-    return size
 
 
 def _threads(gpu: CudaTarget) -> int:

@@ -2,19 +2,22 @@
 
 The library runs in a process of its own, see `lightning_memguard.core.kernels.cudnn_process`. If none can be asked (a
 CPU-only build of torch without the wheels ``nvidia-cudnn-cu13`` and ``nvidia-cublas``), the answer is None, and rules
-fall back to a table.
+fall back to ``cudnn_table.csv``: shares of the tensors, made by asking one (``benchmarks/cudnn_table.py``).
 """
 
 from __future__ import annotations
 
+import csv
 import functools
 import importlib.util
 import json
+import math
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from importlib.resources import files
 from pathlib import Path
 from threading import Lock
 from typing import Literal
@@ -116,19 +119,11 @@ def _of_this_process() -> _Process | None:
     """The process that this one asks; a fork does not share its parent's."""
     if _running and (_running[0] is None or _running[0].owner == os.getpid()):
         return _running[0]
-    _running[:] = [_started()]
+    process, libraries = None, _libraries()
+    with suppress(OSError, ValueError):
+        process = _Process(libraries) if libraries else None
+    _running[:] = [process if process and process.version >= FIRST_VERSION else None]
     return _running[0]
-
-
-def _started() -> _Process | None:
-    libraries = _libraries()
-    if not libraries:
-        return None
-    try:
-        process = _Process(libraries)
-    except (OSError, ValueError):
-        return None
-    return process if process.version >= FIRST_VERSION else None
 
 
 @functools.cache
@@ -137,10 +132,59 @@ def _libraries() -> tuple[str, ...]:
     spec = importlib.util.find_spec("nvidia")
     folders = [Path(place) for place in (spec.submodule_search_locations or ())] if spec else []
     needed = ("libnvrtc.so.*", "libcublasLt.so.*", "libcublas.so.*", "libcudnn.so.9")
-    found = [next(_files(folders, name), None) for name in needed]
-    return () if found[1] is None or found[-1] is None else tuple(map(str, filter(None, found)))
+    found = []
+    for name in needed:
+        paths = (path for folder in folders for path in sorted(folder.glob(f"*/lib/{name}")))
+        found.append(next((str(path) for path in paths if ".alt." not in path.name), None))
+    return () if found[1] is None or found[-1] is None else tuple(filter(None, found))
 
 
-def _files(folders: list[Path], name: str) -> Iterator[Path]:
-    for folder in folders:
-        yield from sorted(path for path in folder.glob(f"*/lib/{name}") if ".alt." not in path.name)
+# -- where no cuDNN can be asked
+
+_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
+_VOLTA, _TURING = (7, 0), (7, 5)
+
+
+def kind_of(question: Question) -> tuple[str, str, str, str]:
+    """Operation, window, numbers and layout: what a row of the table is found by, next to the compute capability."""
+    window = "1x1" if math.prod(question.weight[2:]) == 1 else "kxk"
+    if question.x[1] != question.weight[1]:
+        window = "grouped"
+    elif question.x[1] % 4:
+        window = "first"
+    elif math.prod(question.stride) > 1:
+        window += " strided"
+    numbers = "half"
+    if question.kind == "float32":
+        numbers = "tf32" if question.tf32 and question.capability >= (8, 0) else "float32"
+    return question.operation, window, numbers, "channels last" if question.channels_last else "contiguous"
+
+
+def tensors_bytes(question: Question) -> int:
+    """Bytes of image, weight and result together."""
+    return sum(map(math.prod, (question.x, question.weight, question.y))) * _BYTES.get(question.kind, 0)
+
+
+def likely(question: Question) -> int:
+    """Return the likely workspace in bytes.
+
+    A GPU between two of the table is like the older; the first with tensor cores is like Turing. Nothing for float64,
+    and for GPUs without tensor cores.
+    """
+    shares = _table().get(kind_of(question), {})
+    known = [capability for capability in shares if capability <= max(question.capability, _TURING)]
+    percent = shares[max(known)] if known and question.capability >= _VOLTA else 0
+    return tensors_bytes(question) * percent // 100
+
+
+@functools.cache
+def _table() -> dict[tuple[str, str, str, str], dict[tuple[int, int], int]]:
+    """Read the shares in percent, by kind and compute capability."""
+    text = files("lightning_memguard.core.kernels").joinpath("cudnn_table.csv").read_text(encoding="utf-8")
+    table: dict[tuple[str, str, str, str], dict[tuple[int, int], int]] = {}
+    for row in csv.DictReader(line for line in text.splitlines() if not line.startswith("#")):
+        kind = row["operation"], row["window"], row["numbers"], row["layout"]
+        for capability in row["capabilities"].split(";"):
+            major, minor = capability.split(".")
+            table.setdefault(kind, {})[int(major), int(minor)] = int(row["percent"])
+    return table

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from lightning_memguard.core.kernels.arguments import CudaCall, Rules, after, dimension, moments, operands
-from lightning_memguard.core.kernels.cub import radix_sort, reduce_all, scan, select
 from lightning_memguard.core.kernels.layout import LONG, accumulator_bytes, broadcast_numel, copies_of, copy_bytes
-from lightning_memguard.core.trace.scratch import FLOAT, NONE, Block, ByteRange, CudaTarget, Scratch, nbytes
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from lightning_memguard.core.kernels.sorting import radix_sort, reduce_all, scan, select
+from lightning_memguard.core.trace.scratch import FLOAT, NONE, Block, ByteRange, CudaTarget, Scratch, Tensor, nbytes
 
 RULES = Rules[CudaTarget]()
 

@@ -9,13 +9,9 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import TYPE_CHECKING
 
 from lightning_memguard.core.kernels.arguments import CudaCall, Rule, after
-from lightning_memguard.core.trace.scratch import FLOAT, CudaTarget, Scratch, nbytes
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from lightning_memguard.core.trace.scratch import FLOAT, CudaTarget, Scratch, Tensor, nbytes
 
 LONG = 8  # bytes of an int64, the type of indices
 

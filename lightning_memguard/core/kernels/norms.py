@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 from lightning_memguard.core.kernels.arguments import CudaCall, Rules, after
 from lightning_memguard.core.kernels.cuda_reductions import last_power, moment_accumulator_bytes, reduction
 from lightning_memguard.core.kernels.layout import TensorLayout, accumulator_bytes, copies_of, copy_bytes, is_ordered
-from lightning_memguard.core.trace.scratch import FLOAT, NONE, CudaTarget, Scratch, nbytes
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from lightning_memguard.core.trace.scratch import FLOAT, NONE, CudaTarget, Scratch, Tensor, nbytes
 
 RULES = Rules[CudaTarget]()
 

@@ -16,10 +16,9 @@ from array import array
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
+from typing_extensions import Self
 
 Kind = Literal["f16", "bf16", "f32"]
 Operation = Literal["forward", "input", "weight"]

@@ -16,22 +16,17 @@ from lightning_memguard.core.kernels import (
     cpu,
     cpu_convolutions,
     cpu_factorizations,
-    cpu_products,
     cuda,
     cuda_reductions,
     indexing,
-    losses,
     norms,
-    products,
     sorting,
 )
 from lightning_memguard.core.kernels.arguments import Rule, Rules, checked
 from lightning_memguard.core.trace.scratch import CpuTarget, CudaTarget
 
-CPU = Rules[CpuTarget]().join(
-    cpu.RULES, cpu_convolutions.RULES, cpu_products.RULES, cpu_factorizations.RULES, attention.EITHER
-)
-_CUDA_FAMILIES = (cuda_reductions, indexing, sorting, norms, losses, products, convolutions, attention, cuda)
+CPU = Rules[CpuTarget]().join(cpu.RULES, cpu_convolutions.RULES, cpu_factorizations.RULES, attention.EITHER)
+_CUDA_FAMILIES = (cuda_reductions, indexing, sorting, norms, convolutions, attention, cuda)
 CUDA = Rules[CudaTarget]().join(*(family.RULES for family in _CUDA_FAMILIES), attention.EITHER)
 BY_TYPES = cpu.BY_TYPES
 _BY_TARGET: dict[type, dict[str, Rule[Any]]] = {

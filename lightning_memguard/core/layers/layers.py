@@ -267,22 +267,15 @@ def table_of(module_copy: nn.Module, batch: object, batch_size: int, step: Step,
 
 def run_model(model: nn.Module, batch: Any) -> object:
     """Call a model as its batch suggests: see ``batch`` of `layer_table`."""
-    own_step = _own_training_step(model)
-    if own_step is not None:
+    own_step = getattr(model, "training_step", None)
+    is_base = (getattr(own_step, "__module__", None) or "").startswith(("lightning.pytorch.", "pytorch_lightning."))
+    if callable(own_step) and not is_base:  # the base class has an empty one
         return own_step(batch, 0) if _accepts(own_step, (batch, 0)) else own_step(batch)
     if isinstance(batch, Mapping) or hasattr(batch, "keys"):  # tokenizers' batches are not a Mapping
         return model(**batch)
     if isinstance(batch, Sequence) and _accepts(model.forward, batch):
         return model(*batch)
     return model(batch)
-
-
-def _own_training_step(model: nn.Module) -> Callable[..., object] | None:
-    """A LightningModule's ``training_step``; None for other modules, and for the empty one of the base class."""
-    step = getattr(model, "training_step", None)
-    home = getattr(step, "__module__", None) or ""
-    is_base = home.startswith(("lightning.pytorch.", "pytorch_lightning."))
-    return step if callable(step) and not is_base else None
 
 
 def _accepts(function: Callable[..., object], args: Sequence[object]) -> bool:
@@ -409,8 +402,7 @@ def _rows(
     for name, module in module_copy.named_modules(remove_duplicate=False):
         first = first_names.setdefault(id(module), name)
         output = outputs.get(id(module), _Output())
-        if first != name:
-            output = _Output(output.shape)
+        output = output if first == name else _Output(output.shape)
         own = module.named_parameters(recurse=False, remove_duplicate=False)
         yield Layer(
             name,

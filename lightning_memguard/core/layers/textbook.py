@@ -212,13 +212,9 @@ def nbytes_of(count: int, element: str = "fp32") -> int:
     >>> nbytes_of(3, "int4")
     2
     """
-    return -(-count * _bytes_of(element) // 1)
-
-
-def _bytes_of(element: str) -> Fraction:
     if element not in BYTES_PER_ELEMENT:
         raise MemGuardError(f"element={element!r} is unknown; choose one of {', '.join(BYTES_PER_ELEMENT)}.")
-    return BYTES_PER_ELEMENT[element]
+    return -(-count * BYTES_PER_ELEMENT[element] // 1)
 
 
 def _refuse_negative(**counts: int) -> None:

@@ -15,6 +15,7 @@ from itertools import groupby, takewhile
 from typing import Literal
 
 from lightning_memguard.core.replay.settings import OWN_SEGMENT_FROM, ROUNDUP_INTERVALS, UNLIMITED, AllocatorSettings
+from lightning_memguard.core.trace.scratch import up
 from lightning_memguard.units import MIB
 
 # c10/core/AllocatorConfig.h: kMinBlockSize, kSmallSize, kSmallBuffer, kRoundLarge
@@ -252,8 +253,8 @@ class Allocator:
             if divisions > 1 and nbytes > BLOCK_UNIT * divisions:
                 # [roundup_power2_next_division]; a power of two is a multiple of its own steps and stays the same.
                 step = (1 << (nbytes.bit_length() - 1)) // divisions
-                return _round_up(nbytes, step)
-        return _round_up(nbytes, BLOCK_UNIT)
+                return up(nbytes, step)
+        return up(nbytes, BLOCK_UNIT)
 
     def _pool(self, size: int, stream: int) -> BlockPool:
         """The cache that serves a block of this size [get_pool]."""
@@ -262,14 +263,6 @@ class Allocator:
         if stream not in pools:
             pools[stream] = BlockPool(small, stream, self.settings)
         return pools[stream]
-
-    def _segment_bytes(self, size: int) -> int:
-        """Return the bytes to reserve if no cached block serves [get_allocation_size]."""
-        if size <= SMALL_LIMIT:
-            return SMALL_SEGMENT
-        if size < OWN_SEGMENT_FROM:
-            return self.settings.large_segment_size_bytes
-        return _round_up(size, OWN_SEGMENT_UNIT)
 
     def _best_fit(self, pool: BlockPool, size: int) -> Block | None:
         """Take the smallest cached block that is large enough, the lowest of several [get_free_block]."""
@@ -306,7 +299,8 @@ class Allocator:
 
     def _new_block(self, pool: BlockPool, size: int) -> Block | None:
         """A new block, if it fits: in a new segment, or in new pages of an expandable one [alloc_block]."""
-        segment_bytes = self._segment_bytes(size)
+        # What is reserved if no cached block serves [get_allocation_size].
+        segment_bytes = pool.page_bytes if size < OWN_SEGMENT_FROM else up(size, OWN_SEGMENT_UNIT)
         if self._expandable:
             # PyTorch compares its own limit with a whole segment; the device needs only the missing pages to fit.
             refused = self._torch_enforces_limit and not self._fits(segment_bytes)
@@ -430,7 +424,7 @@ class Allocator:
 
     def _map(self, block: Block, nbytes: int) -> Block | None:
         """Back the first bytes of an unmapped block with pages, if they fit [map_block, ExpandableSegment::map]."""
-        pages_bytes = _round_up(nbytes, block.pool.page_bytes)
+        pages_bytes = up(nbytes, block.pool.page_bytes)
         if not self._fits(pages_bytes):
             return None
         self._take(block)
@@ -444,8 +438,11 @@ class Allocator:
 
     def _unmap(self, block: Block) -> None:
         """Release the pages that are entirely inside a free block [unmap_block, ExpandableSegment::unmap]."""
-        page, base = block.pool.page_bytes, _first(block).address
-        begin = base + _round_up(block.address - base, page)
+        page, first = block.pool.page_bytes, block
+        while first.previous is not None:
+            first = first.previous
+        base = first.address
+        begin = base + up(block.address - base, page)
         end = base + (block.address + block.size_bytes - base) // page * page
         if begin >= end:
             return
@@ -463,10 +460,6 @@ class Allocator:
             self._cache(block)
         else:  # [release_expandable_segment]
             del self._segments[block.address]
-
-
-def _round_up(nbytes: int, unit: int) -> int:
-    return -(-nbytes // unit) * unit
 
 
 def _cut(block: Block, nbytes: int) -> Block:
@@ -490,13 +483,6 @@ def _absorb_next(block: Block, after: Block) -> None:
 def _expandable_bytes(block: Block) -> int:
     after = block.next
     return block.size_bytes + (after.size_bytes if after is not None and not after.mapped else 0)
-
-
-def _first(block: Block) -> Block:
-    """The block at the start of a segment."""
-    while block.previous is not None:
-        block = block.previous
-    return block
 
 
 def _chain(block: Block | None) -> Iterator[Block]:

@@ -113,8 +113,8 @@ def compare(predicted: History, actual: History) -> Comparison:
         predicted_requests=len(ours.requests),
         actual_requests=len(theirs.requests),
         equal_requests=len(pairs),
-        predicted_peak_bytes=ours.peak_bytes,
-        actual_peak_bytes=theirs.peak_bytes,
+        predicted_peak_bytes=ours.peak[0],
+        actual_peak_bytes=theirs.peak[0],
         predicted_before_bytes=ours.before_bytes,
         actual_before_bytes=theirs.before_bytes,
         differences=_largest_first(found),
@@ -192,18 +192,9 @@ class _Step:
         """Bytes allocated before the first request."""
         return sum(each.nbytes for each in self.held)
 
-    @property
-    def peak_bytes(self) -> int:
-        """The most that was requested at once."""
-        return self._peak[0]
-
-    @property
-    def peak_at(self) -> int:
-        """The entry of the history that first reached it."""
-        return self._peak[1]
-
     @cached_property
-    def _peak(self) -> tuple[int, int]:
+    def peak(self) -> tuple[int, int]:
+        """The most that was requested at once, and the entry of the history that first reached it."""
         changes: defaultdict[int, int] = defaultdict(int)
         for each in (*self.held, *self.requests):
             changes[each.begin] += each.nbytes
@@ -218,19 +209,16 @@ class _Step:
 
     def at_peak(self, request: BlockRequest) -> bool:
         """Whether a request is alive at the peak."""
-        return request.begin <= self.peak_at < request.end
+        return request.begin <= self.peak[1] < request.end
 
 
 def _last_step(history: History) -> int:
     """Return the entry that begins the last step of a predicted history; its stacks end with the number of the step."""
     if not history.predicted:
         return 0
-    steps = [_step_of(history.stacks[entry.stack]) for entry in history.entries]
+    ends = ["".join(history.stacks[entry.stack][-1:]) for entry in history.entries]
+    steps = [end.partition(":")[0] if end.startswith("step ") else "" for end in ends]
     return steps.index(max(steps))
-
-
-def _step_of(stack: Stack) -> str:
-    return stack[-1].partition(":")[0] if stack and stack[-1].startswith("step ") else ""
 
 
 _GRAM = 4  # requests in a row by which a part is found

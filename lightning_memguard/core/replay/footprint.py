@@ -223,19 +223,15 @@ def footprint(trace: Trace, settings: AllocatorSettings, context_bytes: int | tu
     if not cases and least == most and settings.kind == "exact":
         return found
     replays = [result, *(_replay(trace, case, settings) for case in cases)]
-    found = found.widened(*(_peak(each, outside) for each in replays for outside in (least, most)))
+    peaks = [(each.peak_allocated_bytes, each.peak_reserved_bytes) for each in replays]
+    found = found.widened(*(Peak(*peak, peak[1] + outside) for peak in peaks for outside in (least, most)))
     firm = max(result.peak_reserved_bytes, _firm_bytes(trace, result, replays[-1], settings))
-    if settings.kind == "cuda":
-        found = _with_other_caches(found, settings)
+    if settings.kind == "cuda":  # which may cache less or more, as a few blocks elsewhere make it do
+        less, more = (int(share * found.peak_allocated_bytes) for share in (LESS_CACHED, MORE_CACHED))
+        if settings.capacity_bytes is not None:
+            more = min(more, max(0, settings.capacity_bytes - found.highest.reserved_bytes))
+        found = found.widened(found.lowest.fragmented(-less), found.highest.fragmented(more))
     return replace(found, yielding_bytes=found.highest.reserved_bytes - firm)
-
-
-def _with_other_caches(found: Footprint, settings: AllocatorSettings) -> Footprint:
-    """The footprint if the allocator caches less or more than in the replay, as a few blocks elsewhere make it do."""
-    less, more = (int(share * found.peak_allocated_bytes) for share in (LESS_CACHED, MORE_CACHED))
-    if settings.capacity_bytes is not None:
-        more = min(more, max(0, settings.capacity_bytes - found.highest.reserved_bytes))
-    return found.widened(found.lowest.fragmented(-less), found.highest.fragmented(more))
 
 
 def _firm_bytes(trace: Trace, likely: Replay, largest: Replay, settings: AllocatorSettings) -> int:
@@ -260,7 +256,3 @@ LESS_CACHED, MORE_CACHED = 0.0675, 0.025
 
 def _replay(trace: Trace, case: str, settings: AllocatorSettings) -> Replay:
     return within_capacity(trace.only(case), settings, Replay.of)
-
-
-def _peak(result: Replay, outside_bytes: int) -> Peak:
-    return Peak(result.peak_allocated_bytes, result.peak_reserved_bytes, result.peak_reserved_bytes + outside_bytes)

@@ -200,22 +200,14 @@ def histories_of(snapshot: Mapping[str, Any]) -> Iterator[History]:
         expandable = settings.expandable_segments or any(segment.expandable for segment in end)
         settings_here = replace(settings, expandable_segments=expandable)
         start = _undone(end, known, Allocator(settings_here))
-        predicted = any(entry.action == "snapshot" and _is_ours(stacks.rows[entry.stack]) for entry in entries)
+        notes = (stacks.rows[entry.stack] for entry in entries if entry.action == "snapshot")
+        predicted = any(frame.startswith(_OURS) for stack in notes for frame in stack[:1])
         yield History(settings_here, start, known, tuple(stacks.rows), predicted, device)
 
 
 # What the allocator did; "snapshot" and annotations of users are left out.
-_ACTIONS = frozenset(
-    (
-        *("alloc", "free_requested", "free_completed", "oom"),
-        *("segment_alloc", "segment_free", "segment_map", "segment_unmap"),
-    )
-)
+_ACTIONS = frozenset(("alloc", "free_requested", "free_completed", "oom", *_RESERVED))
 _OURS = "predicted by lightning-memguard"
-
-
-def _is_ours(stack: Stack) -> bool:
-    return bool(stack) and stack[0].startswith(_OURS)
 
 
 class _Stacks:
@@ -275,7 +267,10 @@ def _segment(segment: Mapping[str, Any], stacks: _Stacks) -> HeldSegment:
     for block in segment["blocks"]:
         size = _number(block["size"], "a size", _MOST_BYTES)
         if block["state"] in ("active_allocated", "active_pending_free", "active_awaiting_free"):
-            frames = block["frames"] if "frames" in block else _frames_of_old(block)
+            if "frames" in block:
+                frames = block["frames"]
+            else:  # torch 2.0 keeps the stack of a block in its history
+                frames = (block.get("history") or [{}])[0].get("frames")
             requested = _number(block.get("requested_size", size), "a size", size + 1)
             held.append(HeldBlock(address, size, requested, stacks.number(frames)))
         address += size
@@ -283,12 +278,6 @@ def _segment(segment: Mapping[str, Any], stacks: _Stacks) -> HeldSegment:
         raise MemGuardError(f"it contradicts itself: the segment at {begin:#x} is not as large as its blocks.")
     small, expandable = segment["segment_type"] == "small", bool(segment.get("is_expandable"))
     return HeldSegment(begin, nbytes, _number(segment["stream"], "a stream"), small, expandable, tuple(held))
-
-
-def _frames_of_old(block: Mapping[str, Any]) -> Any:
-    """Torch 2.0 keeps the stack of a block in its history."""
-    history = block.get("history")
-    return history[0].get("frames") if history else None
 
 
 def _settings(given: Mapping[str, Any]) -> AllocatorSettings:
@@ -391,7 +380,9 @@ def _undone(
         elif action == "segment_unmap":
             segments[address] = HeldSegment(address, nbytes, stream, nbytes % LARGE_SEGMENT != 0, True)
     ordered = sorted(segments.values(), key=lambda segment: segment.address)
-    return tuple(_filled(_joined(ordered), sorted(live.values()), allocator, _small_addresses(entries, allocator)))
+    requests = {(each.address, allocator.rounded(each.nbytes)) for each in entries if each.action == "alloc"}
+    kinds = sorted({(address, size <= SMALL_LIMIT) for address, size in requests})  # whether of the small pool
+    return tuple(_filled(_joined(ordered), sorted(live.values()), allocator, kinds))
 
 
 def _cut_out(segments: dict[int, HeldSegment], address: int, nbytes: int) -> None:
@@ -419,17 +410,6 @@ def _joined(segments: Sequence[HeldSegment]) -> Iterator[HeldSegment]:
         last = segment
     if last:
         yield last
-
-
-def _small_addresses(entries: Sequence[HistoryEntry], allocator: Allocator) -> list[tuple[int, bool]]:
-    """Addresses of requests, and whether each came from the small pool."""
-    return sorted(
-        {
-            (entry.address, allocator.rounded(entry.nbytes) <= SMALL_LIMIT)
-            for entry in entries
-            if entry.action == "alloc"
-        }
-    )
 
 
 def _filled(

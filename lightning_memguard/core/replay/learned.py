@@ -38,7 +38,7 @@ class Learned:
     """Measurements of earlier runs of a step on a GPU.
 
     Attributes:
-        step: the signature of the step, see `lightning_memguard.core.trace.signature`.
+        step: the signature of the step, see `lightning_memguard.core.trace.trace.signature_of`.
         sightings: what was measured, one for each batch size.
         where: the GPU, in words.
         notes: on what could not be used, for the footprint's.

@@ -9,7 +9,7 @@ from itertools import accumulate
 from typing import TypeVar
 
 from lightning_memguard.core.replay.allocator import Allocator, Block
-from lightning_memguard.core.replay.settings import AllocatorSettings
+from lightning_memguard.core.replay.settings import UNLIMITED, AllocatorSettings
 from lightning_memguard.core.trace.trace import WAITS, Event, Trace
 
 _Result = TypeVar("_Result")
@@ -48,20 +48,15 @@ class Steps:
     def __iter__(self) -> Iterator[int]:
         if self.allocator is not None:
             return self._cached(self.allocator)
-        return self._exact() if self._capacity_bytes is None else self._exact_within(self._capacity_bytes)
+        return self._exact(UNLIMITED if self._capacity_bytes is None else self._capacity_bytes)
 
-    def _exact(self) -> Iterator[int]:
-        sizes: dict[int, int] = {}
+    def _exact(self, capacity_bytes: int) -> Iterator[int]:
+        live, sizes = 0, dict[int, int]()
         for event in self.trace.events:
             if event.action == "alloc":
-                sizes[event.block] = nbytes = event.nbytes
-                yield nbytes
+                sizes[event.block] = change = event.nbytes
             else:
-                yield -sizes.pop(event.block)
-
-    def _exact_within(self, capacity_bytes: int) -> Iterator[int]:
-        live = 0
-        for event, change in zip(self.trace.events, self._exact(), strict=True):
+                change = -sizes.pop(event.block)
             live += change
             if live > capacity_bytes:
                 self.out_of_memory_event = event

@@ -120,7 +120,7 @@ def _settings_from(variable: str, text: str) -> AllocatorSettings:
     Any other key is ignored: PyTorch itself refuses an unknown key as soon as CUDA is used, so it belongs to something
     else (such as pinned memory) or to a newer PyTorch.
     """
-    options = {option.key: option for option in _options(variable, "".join(text.split()))}
+    options = {option.key: option for option in _options(variable, text)}
 
     def read(key: str, how: Callable[[_Option], _Value], default: _Value) -> _Value:
         return how(options[key]) if key in options else default
@@ -155,18 +155,18 @@ _DEFAULTS = AllocatorSettings()
 
 
 def _keys(text: str) -> list[str]:
-    return [option.key for option in _options("the setting", "".join(text.split())) if option.key in _REPLAYED]
+    return [option.key for option in _options("the setting", text) if option.key in _REPLAYED]
 
 
 def check_replayed(text: str) -> None:
     """Refuse settings that a replay would ignore, such as misspelled ones."""
-    for option in _options("the setting", "".join(text.split())):
+    for option in _options("the setting", text):
         if option.key not in _REPLAYED:
             raise MemGuardError(f"{option.key!r} is not a setting that is replayed; those are {', '.join(_REPLAYED)}.")
 
 
 def _options(variable: str, text: str) -> Iterator[_Option]:
-    at = 0
+    at, text = 0, "".join(text.split())
     while at < len(text):
         option = _OPTION.match(text, at)
         if option is None:

@@ -78,9 +78,12 @@ def snapshot(trace: Trace, settings: AllocatorSettings) -> dict[str, Any]:
     """
     trace = trace.only("point")
     recording = within_capacity(trace, settings, _Recording)
+    # PyTorch ends a snapshot's trace with this entry; the viewer fails if no entry has the category "unknown".
+    frame = _frame(f"predicted by lightning-memguard at batch size {trace.batch_size}", "")
+    end = {"action": "snapshot", "addr": 0, "size": 0, "stream": 0, "frames": [frame], "category": "unknown"}
     return {
         "segments": recording.segments(),
-        "device_traces": [[*recording.entries, _closing(trace)]],
+        "device_traces": [[*recording.entries, end]],
         "allocator_settings": {
             "expandable_segments": settings.expandable_segments,
             "garbage_collection_threshold": settings.garbage_collection_threshold,
@@ -184,12 +187,6 @@ def _without(spans: Sequence[_Span], others: Sequence[_Span]) -> Iterator[_Span]
 
 def _entry(action: str, address: int, event: Event) -> _Entry:
     return {"action": action, "addr": address, "size": event.nbytes, "stream": event.stream, "frames": _stack(event)}
-
-
-def _closing(trace: Trace) -> _Entry:
-    """PyTorch ends a snapshot's trace with this entry; the viewer fails if no entry has the category "unknown"."""
-    frame = _frame(f"predicted by lightning-memguard at batch size {trace.batch_size}", "")
-    return {"action": "snapshot", "addr": 0, "size": 0, "stream": 0, "frames": [frame], "category": "unknown"}
 
 
 def _segment(kind: str, stream: int, blocks: list[_Block], expandable: bool = False) -> dict[str, Any]:

@@ -159,8 +159,12 @@ class _SavedHandles:
     def _pack(self, tensor: Tensor) -> _Handle:
         # A node's own result comes with its history, and the node would keep itself alive. A parameter is saved itself,
         # as autograd does: DeepSpeed frees its memory in between, by ``parameter.data = ...``.
-        has_history = tensor.requires_grad and not isinstance(tensor, torch.nn.Parameter)
-        return self.handle(_without_history(tensor) if has_history else tensor, None, _saver(tensor))
+        content = tensor
+        if tensor.requires_grad and not isinstance(tensor, torch.nn.Parameter):
+            # Inside a transform of ``torch.func``, from its own graph and not from those around it.
+            inside = torch._C._functorch.is_gradtrackingtensor(tensor)
+            content = tensor.data if inside else tensor.detach()
+        return self.handle(content, None, _saver(tensor))
 
     def handle(self, content: object, hooks: _Hooks | None, number: int) -> _Handle:
         self.count += 1
@@ -189,30 +193,19 @@ class _SavedHandles:
             node.maybe_clear_saved_tensors()  # type: ignore[attr-defined]
         # CopySlices wraps the node of an in-place operator on a view, which was made just before it.
         first = before + 1 if node.name().endswith("CopySlices") else sequence_nr
-        handles = {handle for name in _saved_names(node.__class__) for handle in self._handles_of(node, name)}
+        handles: set[_Handle] = set()
+        for name in _saved_names(node.__class__):  # the only way to handles of inputs that in-place operators copy
+            saved = getattr(node, name)
+            items = saved if isinstance(saved, (list, tuple)) else (saved,)
+            handles.update(kept for item in items if isinstance(kept := item.data, _Handle))
         for number in range(first, sequence_nr + 1):
-            handles |= self._taken_out(number)
+            handles |= self.taken_out(number)
         for handle in sorted(handles, key=lambda handle: handle.number):
             handle.empty()
 
-    def release_early(self, sequence_nr: int) -> None:
-        """Free what the node of this number has saved, before it has run."""
-        for handle in self._taken_out(sequence_nr):
-            handle.empty()
-
-    def _taken_out(self, sequence_nr: int) -> set[_Handle]:
+    def taken_out(self, sequence_nr: int) -> set[_Handle]:
+        """Return the handles of what the node of this number has saved, and forget them."""
         return {handle for ref in self.handles.pop(sequence_nr, ()) if (handle := ref()) is not None}
-
-    def _handles_of(self, node: _Node, name: str) -> list[_Handle]:
-        """Return the handles in a node's attribute, the only way to those of inputs that in-place operators copy."""
-        saved = getattr(node, name)
-        items = [item.data for item in (saved if isinstance(saved, (list, tuple)) else (saved,))]
-        return [item for item in items if isinstance(item, _Handle)]
-
-
-def _without_history(tensor: Tensor) -> Tensor:
-    """Detach a tensor; inside a transform of ``torch.func``, from its own graph and not from those around it."""
-    return tensor.data if torch._C._functorch.is_gradtrackingtensor(tensor) else tensor.detach()
 
 
 def _saver(tensor: Tensor) -> int:
@@ -241,7 +234,8 @@ def release_saved(node: Any) -> None:
     """Free what a ``torch.autograd.Function`` has saved while it still runs, as a compiled backward pass does."""
     engine: Any = Variable._execution_engine
     if isinstance(engine, _Walker):
-        engine.saved.release_early(node._sequence_nr())
+        for handle in engine.saved.taken_out(node._sequence_nr()):
+            handle.empty()
 
 
 class _Ready:
@@ -335,7 +329,6 @@ class _Walker:
                 _metadata(tensor).setdefault(_RETAINED, {})[tensor.output_nr] = reference
 
     def queue_callback(self, callback: Callable[[], None]) -> None:
-        """Run something after the running backward pass."""
         self.callbacks.append(callback)
 
     def is_checkpoint_valid(self) -> bool:
@@ -583,7 +576,6 @@ def _valid(grad: Tensor | None, node: _Node, place: int) -> Tensor | None:
 
 
 def _run_input_hooks(node: _Node, metadata: dict[str, Any], grads: list[Any]) -> None:
-    """Run the hooks on the tensors whose gradients come in."""
     leaf = _leaf_of(node)
     hooks = metadata.get(_TENSOR_HOOKS, {}) if leaf is None else {0: leaf._backward_hooks}
     for place, own in hooks.items():
@@ -673,8 +665,10 @@ def _accumulate_grad(variable: Tensor, grads: list[Any]) -> None:
         variable.grad = new.detach() if not torch.is_grad_enabled() else new.clone()
     elif not torch.is_grad_enabled() and _is_unshared(new, references, held=2) and _is_laid_out_as(new, variable):
         variable.grad = new.detach()
+    elif is_non_overlapping_and_dense(variable):  # `clone_obey_contract`
+        variable.grad = new.new_empty_strided(variable.shape, variable.stride(), dtype=variable.dtype).copy_(new)
     else:
-        variable.grad = _copy_laid_out_as(new, variable)
+        variable.grad = new.clone(memory_format=torch.contiguous_format)
     for hook in tuple((getattr(variable, "_post_accumulate_grad_hooks", None) or {}).values()):
         hook(variable)
 
@@ -704,10 +698,3 @@ def _is_laid_out_as(grad: Tensor, variable: Tensor) -> bool:
         mine == theirs if size != 1 else mine != 0
         for size, mine, theirs in zip(grad.shape, grad.stride(), variable.stride(), strict=True)
     )
-
-
-def _copy_laid_out_as(grad: Tensor, variable: Tensor) -> Tensor:
-    """`clone_obey_contract`."""
-    if not is_non_overlapping_and_dense(variable):
-        return grad.clone(memory_format=torch.contiguous_format)
-    return grad.new_empty_strided(variable.shape, variable.stride(), dtype=variable.dtype).copy_(grad)

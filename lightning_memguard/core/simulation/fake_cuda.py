@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -20,8 +20,7 @@ from torch import Tensor
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from lightning_memguard.core.foreign import aten as _aten
-from lightning_memguard.core.foreign import find, gaps, nothing, patched
+from lightning_memguard.core.foreign import aten, find, gaps, nothing, patched
 from lightning_memguard.core.gpus import Gpu
 from lightning_memguard.core.isolation.pool import in_child
 from lightning_memguard.core.simulation import cudnn_rnn, sdpa, streams
@@ -103,23 +102,19 @@ def simulated_cuda(gpu: Gpu) -> Iterator[None]:
         for name, answer in _torch_cuda_of(gpu).items():
             exits.enter_context(patched(torch.cuda, **{name: answer}))
         exits.enter_context(patched(fake_tensor, init_gpu_context=nothing))
-        pin = _pinned(torch.Tensor.pin_memory)
-        exits.enter_context(patched(torch.Tensor, record_stream=streams.record_stream, pin_memory=pin))
+        pin = torch.Tensor.pin_memory
+
+        def pinned(tensor: Tensor, *args: Any, **kwargs: Any) -> object:
+            return tensor if isinstance(tensor, FakeTensor) else pin(tensor, *args, **kwargs)
+
+        # A fake tensor on the host is as good as pinned, which torch cannot fake.
+        exits.enter_context(patched(torch.Tensor, record_stream=streams.record_stream, pin_memory=pinned))
         for home, name, _ in _PATCHED:  # functions of `torch.nn.functional` call these outside of any mode
             if hasattr(home, name):
                 exits.enter_context(patched(home, **{name: _overriding(getattr(home, name))}))
         _simulated.append(gpu)
         exits.callback(_simulated.pop)
         yield
-
-
-def _pinned(pin: Function) -> Function:
-    """A fake tensor on the host is as good as pinned, which torch cannot fake."""
-
-    def pinned(tensor: Tensor, *args: object, **kwargs: object) -> object:
-        return tensor if isinstance(tensor, FakeTensor) else pin(tensor, *args, **kwargs)
-
-    return pinned
 
 
 def leave_driver_alone() -> None:
@@ -154,17 +149,11 @@ def _torch_cuda_of(gpu: Gpu) -> dict[str, Function]:
         "get_device_properties": lambda *_: properties,
         "mem_get_info": lambda *_: (gpu.memory_bytes, gpu.memory_bytes),
         "is_initialized": lambda: True,
-        "device": _no_change,
+        "device": lambda _: nullcontext(),  # there is but one
         **streams.functions(),
         **dict.fromkeys(_COMMANDS, lambda *_: None),
         **dict.fromkeys((*_COUNTERS, *_RESETS), lambda *_, **__: 0),
     }
-
-
-@contextmanager
-def _no_change(_: object) -> Iterator[None]:
-    """Replacement for ``torch.cuda.device`` with a single device."""
-    yield
 
 
 _COMMANDS = ("set_device", "empty_cache", "manual_seed", "manual_seed_all")
@@ -207,21 +196,17 @@ def _batch_norm(
 ) -> Tensor:
     """`_select_batch_norm_backend` (aten/src/ATen/native/Normalization.cpp), which is wrong in a CPU-only build."""
     args = (x, weight, bias, running_mean, running_var, training, momentum, eps)
-    if torch.version.cuda is None and cudnn_enabled and _takes_cudnn_batch_norm(*args[:6]):
-        return _aten.cudnn_batch_norm(*args)[0]  # type: ignore[no-any-return]
-    return func(*args, cudnn_enabled)  # type: ignore[no-any-return]
-
-
-def _takes_cudnn_batch_norm(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, var: Tensor | None, training: bool
-) -> bool:
-    if weight is None or bias is None or x.dim() < 3 or (mean is None) != (var is None):
-        return False
-    if mean is None and not training:
-        return False
-    if torch.bfloat16 in (x.dtype, weight.dtype) or (x.dtype == torch.half and weight.dtype != torch.float):
-        return False
-    return x.shape[0] <= (880_801 if training else 65_535)
+    takes_cudnn = (
+        torch.version.cuda is None
+        and cudnn_enabled
+        and not (weight is None or bias is None or x.dim() < 3)
+        and (running_mean is None) == (running_var is None)
+        and (training or running_mean is not None)
+        and torch.bfloat16 not in (x.dtype, weight.dtype)
+        and not (x.dtype == torch.half and weight.dtype != torch.float)
+        and x.shape[0] <= (880_801 if training else 65_535)
+    )
+    return aten.cudnn_batch_norm(*args)[0] if takes_cudnn else func(*args, cudnn_enabled)  # type: ignore[no-any-return]
 
 
 def _rms_norm(
@@ -239,7 +224,7 @@ class _FusedRmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, shape: list[int], weight: Tensor | None, eps: float | None) -> Tensor:
         with torch._C._AutoDispatchBelowAutograd():
-            out, rstd = _aten._fused_rms_norm(x, shape, weight, eps)
+            out, rstd = aten._fused_rms_norm(x, shape, weight, eps)
         ctx.save_for_backward(x, rstd, weight)
         ctx.shape, ctx.eps = shape, eps
         return out  # type: ignore[no-any-return]
@@ -249,11 +234,11 @@ class _FusedRmsNorm(torch.autograd.Function):
         x, rstd, weight = ctx.saved_tensors
         if torch.is_grad_enabled():  # torch decomposes it for a gradient's gradient, too
             inputs = [tensor for tensor in (x, weight) if tensor is not None and tensor.requires_grad]
-            out = _aten._fused_rms_norm(x, ctx.shape, weight, ctx.eps)[0]
+            out = aten._fused_rms_norm(x, ctx.shape, weight, ctx.eps)[0]
             grads = iter(torch.autograd.grad(out, inputs, grad, create_graph=True))
             return tuple(next(grads) if needed else None for needed in ctx.needs_input_grad)
         mask = [ctx.needs_input_grad[0], ctx.needs_input_grad[2]]
-        grad_x, grad_weight = _aten._fused_rms_norm_backward(grad, x, ctx.shape, rstd, weight, mask)
+        grad_x, grad_weight = aten._fused_rms_norm_backward(grad, x, ctx.shape, rstd, weight, mask)
         return grad_x, None, grad_weight, None
 
 

@@ -18,14 +18,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
-from lightning_memguard.core.foreign import aten as _aten
-from lightning_memguard.core.foreign import patched
+from lightning_memguard.core.foreign import aten, patched
 from lightning_memguard.core.simulation import fake_cuda, sdpa
-
-
-def implementation(func: object) -> Callable[..., Any] | None:
-    """Return the function that the operator of a fast path runs; None for others."""
-    return _IMPLEMENTED.get(func)
 
 
 @contextmanager
@@ -74,7 +68,7 @@ def _attend(
     q, k, v = (part.flatten(0, 1) for part in packed)
     scores = torch.bmm(q, k.transpose(1, 2)).view(*packed.shape[1:4], -1)
     if mask is None:
-        _aten._softmax.out(scores, -1, False, out=scores)
+        aten._softmax.out(scores, -1, False, out=scores)
     else:
         scores = _masked_softmax(scores, mask.to(torch.bool), mask_type)
     found = torch.bmm(scores.flatten(0, 1), v, out=q).view(packed.shape[1:])
@@ -110,7 +104,7 @@ def _masked_softmax(scores: Tensor, mask: Tensor, mask_type: int | None) -> Tens
     """The operator, which has no fake kernel."""
     if isinstance(scores, FakeTensor):
         return torch.empty_like(scores)
-    return _aten._masked_softmax(scores, mask, 3, mask_type)  # type: ignore[no-any-return]
+    return aten._masked_softmax(scores, mask, 3, mask_type)  # type: ignore[no-any-return]
 
 
 def _project(query: Tensor, key: Tensor, value: Tensor, width: int, weight: Tensor) -> Tensor:
@@ -156,18 +150,19 @@ def _encode(
 
     first = norm(x, 0) if norm_first else x
     attention = (width, heads, weight, bias, out_weight, out_bias, mask, False, True, mask_type)
-    first = _aten._native_multi_head_attention(first, first, first, *attention)[0].add_(x)
+    first = aten._native_multi_head_attention(first, first, first, *attention)[0].add_(x)
     if not norm_first:
         first = norm(first, 0)
     rows = (norm(first, 1) if norm_first else first).view(-1, width)
-    inner = _aten._addmm_activation(ffn[1], rows, ffn[0].t(), use_gelu=gelu)
+    inner = aten._addmm_activation(ffn[1], rows, ffn[0].t(), use_gelu=gelu)
     out = torch.addmm(ffn[3], inner, ffn[2].t()).view(x.shape)
     del inner, rows
     out.add_(first)
     return out if norm_first else norm(out, 1)
 
 
-_IMPLEMENTED: dict[object, Callable[..., Any]] = {
-    _aten._native_multi_head_attention.default: _attend,
-    _aten._transformer_encoder_layer_fwd.default: _encode,
+IMPLEMENTED: dict[object, Callable[..., Any]] = {
+    aten._native_multi_head_attention.default: _attend,
+    aten._transformer_encoder_layer_fwd.default: _encode,
 }
+"""The functions that the operators of fast paths run."""

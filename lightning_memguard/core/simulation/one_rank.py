@@ -128,19 +128,15 @@ def _patches() -> Iterator[AbstractContextManager[Any]]:
             home, new_group=like_the_first, **{name: functools.partial(refuse_call, name) for name in OF_OBJECTS}
         )
     yield patched(dist.ProcessGroup, monitored_barrier=nothing)  # Lightning's, around ``prepare_data``
-    accelerator = torch._C._get_accelerator
-    yield patched(torch._C, _get_accelerator=lambda *args: _simulated_device() or accelerator(*args))
+    accelerator, device = torch._C._get_accelerator, torch.device(FAKE_DEVICE.type)
+    yield patched(torch._C, _get_accelerator=lambda *args: device if simulated_gpu() else accelerator(*args))
     yield added(FakeTensor, data=property(_DATA.__get__, _set_data))
     fsdp2 = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_param")
-    yield patched(fsdp2, _chunk_with_empty=_first_of_all)
+    # The chunk of the first rank in place of each: a thousand views of each parameter would take most of the time.
+    yield patched(fsdp2, _chunk_with_empty=lambda x, count, dim: [x.narrow(dim, 0, -(-x.size(dim) // count))] * count)
     propagation = importlib.import_module("torch.distributed.tensor._sharding_prop")
     yield added(propagation, **{_STRIDED: _if_strided(getattr(propagation, _STRIDED, nothing))})
     yield from _fsdp1()
-
-
-def _first_of_all(tensor: torch.Tensor, count: int, dim: int) -> list[torch.Tensor]:
-    """The chunk of the first rank in place of each: a thousand views of each parameter would take most of the time."""
-    return [tensor.narrow(dim, 0, -(-tensor.size(dim) // count))] * count
 
 
 _STRIDED = "_propagate_use_strided_shard_flag"  # since torch 2.13
@@ -159,10 +155,6 @@ def _if_strided(propagate: Callable[[Any, Any], None]) -> Callable[[Any, Any], N
             propagate(strategy, schema)
 
     return propagate_if_strided
-
-
-def _simulated_device() -> torch.device | None:
-    return torch.device(FAKE_DEVICE.type) if simulated_gpu() else None
 
 
 _DATA: Any = torch._C.TensorBase.data
@@ -288,10 +280,9 @@ def _fsdp1() -> Iterator[AbstractContextManager[Any]]:
         kwargs["device_id"] = torch.device("cuda", device_id) if type(device_id) is int else device_id
         make(self, *args, **kwargs)
 
-    def device_of(module: torch.nn.Module, ignored: Any, given: torch.device | None, *rest: Any) -> torch.device:
-        return given or computed_on(module, ignored, given, *rest)
-
-    yield patched(_init_utils, _get_compute_device=device_of)
+    yield patched(
+        _init_utils, _get_compute_device=lambda model, _, given, *rest: given or computed_on(model, _, given, *rest)
+    )
     yield patched(_runtime_utils, _register_post_backward_hook=register)
     yield patched(_flat_param, _data_ptr_allocated=lambda tensor: tensor.untyped_storage().size() > 0)
     yield patched(FullyShardedDataParallel, __init__=make_on_device)

@@ -10,6 +10,7 @@ formula that is missing here.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -64,26 +65,18 @@ def _of(*names: str) -> Callable[[_Formula], _Formula]:
     return add
 
 
-def _of_first(first: str) -> Callable[[Any, Tensor], Tensor]:
+def _of_first(first: str, node: Any, grad: Tensor) -> Tensor:
     """`mm_mat1_grad` of a product whose first matrix has this name; the gradient is laid out as the matrix."""
-
-    def formula(node: Any, grad: Tensor) -> Tensor:
-        other, sizes = node._saved_mat2, getattr(node, f"_saved_{first}_sym_sizes")
-        turned = tuple(getattr(node, f"_saved_{first}_sym_strides")) == (1, sizes[0])
-        return other.mm(grad.t()).t() if turned else grad.mm(other.t())
-
-    return formula
+    other, sizes = node._saved_mat2, getattr(node, f"_saved_{first}_sym_sizes")
+    turned = tuple(getattr(node, f"_saved_{first}_sym_strides")) == (1, sizes[0])
+    return other.mm(grad.t()).t() if turned else grad.mm(other.t())
 
 
-def _of_second(first: str) -> Callable[[Any, Tensor], Tensor]:
+def _of_second(first: str, node: Any, grad: Tensor) -> Tensor:
     """`mm_mat2_grad`, likewise."""
-
-    def formula(node: Any, grad: Tensor) -> Tensor:
-        other = getattr(node, f"_saved_{first}")
-        turned = tuple(node._saved_mat2_sym_strides) == (1, node._saved_mat2_sym_sizes[0])
-        return grad.t().mm(other).t() if turned else other.t().mm(grad)
-
-    return formula
+    other = getattr(node, f"_saved_{first}")
+    turned = tuple(node._saved_mat2_sym_strides) == (1, node._saved_mat2_sym_sizes[0])
+    return grad.t().mm(other).t() if turned else other.t().mm(grad)
 
 
 # How a node computes each of its gradients, for ``autograd.grad`` of some inputs: the engine asks for those alone.
@@ -92,8 +85,8 @@ BY_RESULT: dict[str, tuple[Callable[[Any, Tensor], Tensor], ...]] = {
         lambda node, grad: grad * node._saved_other.conj(),
         lambda node, grad: grad * node._saved_self.conj(),
     ),
-    "MmBackward0": (_of_first("self"), _of_second("self")),
-    "AddmmBackward0": (lambda _, grad: grad, _of_first("mat1"), _of_second("mat1")),
+    "MmBackward0": (partial(_of_first, "self"), partial(_of_second, "self")),
+    "AddmmBackward0": (lambda _, grad: grad, partial(_of_first, "mat1"), partial(_of_second, "mat1")),
     "BmmBackward0": (
         lambda node, grad: grad.bmm(node._saved_mat2.transpose(1, 2)),
         lambda node, grad: node._saved_self.transpose(1, 2).bmm(grad),

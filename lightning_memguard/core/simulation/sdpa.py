@@ -30,14 +30,13 @@ _NEWEST = (12, 1)  # `check_sm_version` in cuda/sdp_utils.cpp: no fused kernel t
 
 # -- the choice
 
-_MAJOR, _MINOR = map(int, torch.__version__.split(".")[:2])
-_TORCH = _MAJOR, _MINOR
+_TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 _BACKENDS = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}  # `at::SDPBackend` in aten/src/ATen/SDPBackend.h
 _DEFAULT_ORDER = ["flash", "efficient", "math", "cudnn"]
 _CUDNN_FIRST = ["cudnn", "flash", "efficient", "math"]
 
 # What the wheels on PyPI require for Linux: `nvidia-cudnn-cu13`.
-_CUDNN_OF_WHEELS = {(2, 11): 91_900, (2, 12): 92_000, (2, 13): 92_000}
+_CUDNN_OF_WHEELS: dict[tuple[int, ...], int] = {(2, 11): 91_900, (2, 12): 92_000, (2, 13): 92_000}
 
 
 @functools.cache
@@ -126,77 +125,64 @@ def _order(capability: tuple[int, int], cudnn: int) -> list[str]:
     The default is set once in a process, for the GPU that is there. On Hopper it looks as if a user had put cuDNN
     first, but a user who does that usually disables other backends too.
     """
-    ids = torch._C._get_sdp_priority_order()
-    order = [_BACKENDS[i] for i in ids if i in _BACKENDS]
+    order = [_BACKENDS[i] for i in torch._C._get_sdp_priority_order() if i in _BACKENDS]
     if order == _DEFAULT_ORDER or (order == _CUDNN_FIRST and all(kernel.enabled() for kernel in _KERNELS.values())):
-        return _CUDNN_FIRST if _prefers_cudnn(capability, cudnn) else _DEFAULT_ORDER
+        # `check_prefer_cudnn_attention`: only with a cuDNN that 2.11's wheels bring
+        wanted = os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") != "1" and cudnn > 91_500
+        return _CUDNN_FIRST if wanted and capability[0] in (9, 10) and capability[1] in (0, 3) else _DEFAULT_ORDER
     return order
-
-
-def _prefers_cudnn(capability: tuple[int, int], cudnn: int) -> bool:
-    """`check_prefer_cudnn_attention`: only with a cuDNN that 2.11's wheels bring."""
-    wanted = os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") != "1"
-    return wanted and cudnn > 91_500 and capability[0] in (9, 10) and capability[1] in (0, 3)
 
 
 def _takes_flash(call: Attention) -> bool:
     """`can_use_flash_attention`."""
-    width = call.query.shape[-1]
+    width, capability = call.query.shape[-1], call.capability
+    # `check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120`
+    constrained = call.trains and ((8, 6) <= capability <= (8, 9) or (12, 0) <= capability <= (12, 1))
     return (
         call.attn_mask is None
         and call.fits((8, 0), *_HALF)
         and width == call.key.shape[-1] == call.value.shape[-1]
         and width <= 256
-        and _flash_has_backward(call)
+        and (not constrained or width <= 192 or (width > 224 and call.dropout_p == 0))
         and not (call.is_causal and call.lengths[0] != call.lengths[1])
         and call.has_heads(grouped=True)
         and call.has_unit_strides(ignore_single=True)
     )
 
 
-def _flash_has_backward(call: Attention) -> bool:
-    """`check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120`."""
-    width, capability = call.query.shape[-1], call.capability
-    constrained = (8, 6) <= capability <= (8, 9) or (12, 0) <= capability <= (12, 1)
-    return not (call.trains and constrained) or width <= 192 or (width > 224 and call.dropout_p == 0)
-
-
 def _takes_efficient(call: Attention) -> bool:
     """`can_use_mem_efficient_attention`. Grouped queries came with 2.14."""
-    dtypes = (torch.float16, torch.float32) if call.capability < (8, 0) else (*_HALF, torch.float32)
-    alignment = _gemm_alignment(call.query.dtype, call.capability)
+    half, capability = call.query.dtype in _HALF, call.capability
+    dtypes = (torch.float16, torch.float32) if capability < (8, 0) else (*_HALF, torch.float32)
+    # `minimum_gemm_alignment`, in elements
+    alignment = (8 if half else 4) if capability >= ((7, 0) if half else (8, 0)) else 1
+    # `check_data_ptr_alignment_mem_efficient`, from pull request 184258: merged in May 2026, so in 2.13
+    unchecked = _TORCH < (2, 13) or capability < (8, 0)
     widths = [tensor.shape[-1] for tensor in call.inputs]
     return (
         call.fits((5, 0), *dtypes)
         and widths[0] == widths[1]
         and all(width > 0 and width % alignment == 0 for width in widths)
-        and _is_aligned(call, alignment)
+        and (unchecked or all(tensor.storage_offset() % alignment == 0 for tensor in call.inputs))
         and call.has_unit_strides(ignore_single=False)
         and call.has_heads(grouped=False)
     )
 
 
-def _gemm_alignment(dtype: torch.dtype, capability: tuple[int, int]) -> int:
-    """`minimum_gemm_alignment`, in elements."""
-    half = dtype in _HALF
-    return (8 if half else 4) if capability >= ((7, 0) if half else (8, 0)) else 1
-
-
-def _is_aligned(call: Attention, alignment: int) -> bool:
-    """`check_data_ptr_alignment_mem_efficient`, from pull request 184258: merged in May 2026, so in 2.13."""
-    unchecked = _TORCH < (2, 13) or call.capability < (8, 0)
-    return unchecked or all(tensor.storage_offset() % alignment == 0 for tensor in call.inputs)
-
-
 def _takes_cudnn(call: Attention) -> bool:
-    """`can_use_cudnn_attention`."""
+    """`can_use_cudnn_attention`, `check_cudnn_dropout` (from 2.12 on) and `check_cudnn_tensor_shapes`."""
+    if is_strictly_deterministic() or call.cudnn < 90_000 or not call.fits((8, 0), *_HALF):
+        return False
+    coarse = _TORCH >= (2, 12) and not (call.dropout_p * 16).is_integer()
+    if call.dropout_p != 0 and (coarse or 91_100 < call.cudnn < 91_400 or call.lengths[0] == 1):
+        return False
+    widths = call.query.shape[-1], call.value.shape[-1]
+    hopper = call.capability == (9, 0) and call.cudnn >= 91_000
+    blackwell = call.capability[0] == 10 and call.cudnn >= 91_100 and widths == (192, 128)  # pull request 172621
+    limit = 256 if hopper else 192 if blackwell else 128
     return (
-        not is_strictly_deterministic()
-        and call.cudnn >= 90_000
-        and call.fits((8, 0), *_HALF)
-        and _cudnn_takes_mask(call)
-        and _cudnn_takes_dropout(call)
-        and _cudnn_takes_widths(call)
+        _cudnn_takes_mask(call)
+        and all(width <= limit and width % 8 == 0 for width in widths)
         and call.lengths[1] != 1
         and call.has_unit_strides(ignore_single=True)
         and call.has_heads(grouped=True, same_heads=False)
@@ -210,21 +196,6 @@ def _cudnn_takes_mask(call: Attention) -> bool:
         return mask is None
     full = (*call.query.shape[:2], *call.lengths)[-mask.dim() :]
     return all(size in (1, whole) for size, whole in zip(mask.shape, full, strict=True))
-
-
-def _cudnn_takes_dropout(call: Attention) -> bool:
-    """The head of `can_use_cudnn_attention`, `check_cudnn_dropout` (from 2.12 on) and `check_cudnn_tensor_shapes`."""
-    coarse = _TORCH >= (2, 12) and not (call.dropout_p * 16).is_integer()
-    return call.dropout_p == 0 or not (91_100 < call.cudnn < 91_400 or coarse or call.lengths[0] == 1)
-
-
-def _cudnn_takes_widths(call: Attention) -> bool:
-    """`check_cudnn_tensor_shapes`; 192 with 128 on Blackwell is from pull request 172621."""
-    widths = call.query.shape[-1], call.value.shape[-1]
-    hopper = call.capability == (9, 0) and call.cudnn >= 91_000
-    blackwell = call.capability[0] == 10 and call.cudnn >= 91_100 and widths == (192, 128)
-    limit = 256 if hopper else 192 if blackwell else 128
-    return all(width <= limit and width % 8 == 0 for width in widths)
 
 
 # -- the call
@@ -268,17 +239,13 @@ def _flash(call: Attention) -> Tensor:
 def _efficient(call: Attention) -> Tensor:
     bias = _additive(call)
     if bias is not None:
-        bias = _aligned_bias(bias).expand(*call.query.shape[:3], call.key.shape[2])
+        # `preprocess_mask`: rows of the mask start at multiples of eight elements, or it is padded and cut
+        if bias.stride(-1) != 1 or any(stride % 8 for stride in bias.stride()[:-1]):
+            width = bias.shape[-1]
+            bias = _aten.slice(_aten.pad(bias, [0, 8 - width % 8]), -1, 0, width)
+        bias = bias.expand(*call.query.shape[:3], call.key.shape[2])
     with _SeedsOnHost():  # type: ignore[no-untyped-call]
         return _run(_EFFICIENT, *call.inputs, bias, call.trains, call.dropout_p, call.is_causal, scale=call.scale)
-
-
-def _aligned_bias(mask: Tensor) -> Tensor:
-    """`preprocess_mask`: rows of the mask start at multiples of eight elements, or it is padded and cut."""
-    if mask.stride(-1) == 1 and all(stride % 8 == 0 for stride in mask.stride()[:-1]):
-        return mask
-    width = mask.shape[-1]
-    return _aten.slice(_aten.pad(mask, [0, 8 - width % 8]), -1, 0, width)  # type: ignore[no-any-return]
 
 
 _EFFICIENT = "_scaled_dot_product_efficient_attention"

@@ -10,12 +10,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
+from typing_extensions import Self
 
 _FIRST_STREAM = 16  # lower numbers are those of `Recorder.on_stream`
 _stream_numbers = itertools.count(_FIRST_STREAM)

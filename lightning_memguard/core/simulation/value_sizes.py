@@ -32,13 +32,9 @@ class ValueSizes:
 
     def __init__(self, given: Shares = ()) -> None:
         self._given = dict(given)
+        self.are_given = bool(given)
         self._asked: Counter[tuple[str, str]] = Counter()
         self._noted: defaultdict[tuple[str, str], list[Share]] = defaultdict(list)
-
-    @property
-    def are_given(self) -> bool:
-        """Whether they are those of another run."""
-        return bool(self._given)
 
     @property
     def noted(self) -> Shares:

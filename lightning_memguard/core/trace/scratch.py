@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    import torch
+
+Tensor: TypeAlias = "torch.Tensor"
+"""For type checkers alone: the files of rules load no torch."""
 
 FLOAT = 4  # bytes of a float32, which most kernels accumulate in
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+import hashlib
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
@@ -152,15 +153,15 @@ class Trace:
         """The trace with a block for each part in front, of these bytes, that is never freed."""
         return self._with_blocks(0, parts.items())
 
-    def holding(self, blocks: Iterable[tuple[str, int]]) -> Trace:
+    def holding(self, blocks: Collection[tuple[str, int]]) -> Trace:
         """The trace with blocks, by part and bytes, that the run has on its device throughout."""
         return self._with_blocks(self.held_at, blocks)
 
-    def _with_blocks(self, place: int, blocks: Iterable[tuple[str, int]]) -> Trace:
+    def _with_blocks(self, place: int, blocks: Collection[tuple[str, int]]) -> Trace:
+        if not blocks:
+            return self
         first = 1 + max((event.block for event in self.events), default=0)
         held = [Event("alloc", block, size, part, "setup") for block, (part, size) in enumerate(blocks, first)]
-        if not held:
-            return self
         events = (*self.events[:place], *held, *self.events[place:])
         return replace(self, events=events, kernels=(), scratch_spans=())
 
@@ -197,3 +198,19 @@ def scratch_events(moments: Sequence[Moment], first_block: int, like: Event) -> 
         events += taken
         events += [event._replace(action="free") for event in reversed(taken)]
     return events
+
+
+# -- the signature of a step: equal at every batch size, and another if the model, precision, optimizer or data is
+
+SIGNED_SIZE = 8  # the batch size at which events are compared; what is asked for may be any
+_LEAST_BYTES = 4096  # smaller blocks are counters and logged values, which a Trainer has and a plan has not
+_PHASES = ("forward", "backward", "optimizer")
+
+
+def signature_of(trace: Trace) -> str:
+    """Return a hash of a step's events at the batch size `SIGNED_SIZE`, without scratch, whose size the GPU decides."""
+    content = hashlib.sha256()
+    for event in trace.events:
+        if event.nbytes >= _LEAST_BYTES and event.phase in _PHASES and not event.case and event.part != "workspaces":
+            content.update(f"{event.action} {event.phase} {event.nbytes}\n".encode())
+    return content.hexdigest()[:16]

@@ -15,8 +15,7 @@ from lightning_memguard.core.batch.nesting import tensors_in
 from lightning_memguard.core.capture.capture import isolated
 from lightning_memguard.core.decision.decision import Budget
 from lightning_memguard.core.device.children import collected_bytes
-from lightning_memguard.core.device.host import available_memory
-from lightning_memguard.core.device.memory_info import MemoryInfo, or_none
+from lightning_memguard.core.device.host import MemoryInfo, available_memory, or_none
 from lightning_memguard.training.data.loaders import LoaderInfo
 from lightning_memguard.training.facts.ranks import attempt
 from lightning_memguard.training.facts.run_facts import RunFacts

@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from lightning_memguard.core.capture.capture import isolated
-from lightning_memguard.core.capture.naming import written_path
 from lightning_memguard.core.capture.predict import Prediction
 from lightning_memguard.core.capture.program import LoopProgram, Program, SwapOptimizer, without_memory
+from lightning_memguard.core.capture.storages import written_path
 from lightning_memguard.core.layers.layers import LayerTable, layer_table
 from lightning_memguard.core.trace.trace import Trace
 from lightning_memguard.errors import CannotTraceError

@@ -10,7 +10,7 @@ from enum import Enum
 
 from torch import nn
 
-from lightning_memguard.core.capture.naming import written_path
+from lightning_memguard.core.capture.storages import written_path
 from lightning_memguard.core.trace.trace import Trace
 
 _SWITCH = "gradient_checkpointing"  # of a layer of Hugging Face's transformers

@@ -11,8 +11,7 @@ from lightning_memguard.core import gpus
 from lightning_memguard.core.capture.recorder import part_bytes
 from lightning_memguard.core.decision.decision import Budget, Limits
 from lightning_memguard.core.device.budget import read_budget
-from lightning_memguard.core.device.context import CONTEXT_BYTES, context_bytes
-from lightning_memguard.core.device.nccl import nccl_bytes
+from lightning_memguard.core.device.context import CONTEXT_BYTES, context_bytes, nccl_bytes
 from lightning_memguard.core.device.process import process_bytes
 from lightning_memguard.core.gpus import Gpu
 from lightning_memguard.core.simulation.fake_cuda import gpu_of

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from lightning_memguard.core.batch.nesting import LISTS
 from lightning_memguard.core.capture.recorder import gradients_of, part_bytes, states_of
 from lightning_memguard.core.decision.decision import HostUse
-from lightning_memguard.core.device.host import available_memory
-from lightning_memguard.core.device.memory_info import or_none
+from lightning_memguard.core.device.host import available_memory, or_none
 from lightning_memguard.report.failure import worker_words
 from lightning_memguard.training.facts.ranks import attempt
 

@@ -17,10 +17,10 @@ from lightning_memguard.core.capture.predict import Prediction, predict
 from lightning_memguard.core.decision.decision import Budget, Request, decide
 from lightning_memguard.core.decision.record import Measured
 from lightning_memguard.core.device.budget import read_budget
-from lightning_memguard.core.device.memory_info import or_none
+from lightning_memguard.core.device.host import or_none
 from lightning_memguard.core.device.meter import allocated_now
-from lightning_memguard.core.replay.at_peak import LineShare, shares_at_peak
 from lightning_memguard.core.replay.footprint import Footprint
+from lightning_memguard.core.replay.timeline import LineShare, shares_at_peak
 from lightning_memguard.core.trace.trace import Shapes, Trace
 from lightning_memguard.errors import DoesNotFitError, MemGuardError
 from lightning_memguard.report.failure import Failure, Larger

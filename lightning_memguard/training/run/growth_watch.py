@@ -15,9 +15,8 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from lightning_memguard.core.capture.holders import Holder, Use, holdings, roots_of, use_of
-from lightning_memguard.core.device.host import available_memory, status_bytes
+from lightning_memguard.core.device.host import available_memory, or_none, status_bytes
 from lightning_memguard.core.device.malloc import trim_heap
-from lightning_memguard.core.device.memory_info import or_none
 from lightning_memguard.core.trace.kept import Kept, RunsOut
 from lightning_memguard.units import MIB
 

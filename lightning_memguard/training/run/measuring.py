@@ -11,7 +11,7 @@ import torch
 from lightning_memguard.core.capture.recorder import gradients_of, part_bytes, states_of
 from lightning_memguard.core.decision.record import Measured
 from lightning_memguard.core.device.children import ChildrenMeter
-from lightning_memguard.core.device.memory_info import or_none
+from lightning_memguard.core.device.host import or_none
 from lightning_memguard.core.device.meter import PeakMeter, held_now
 from lightning_memguard.training.facts.ranks import attempt
 

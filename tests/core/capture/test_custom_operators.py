@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from lightning_memguard.core.batch.batches import batches_from_one
+from lightning_memguard.core.capture import kernel_scratch
 from lightning_memguard.core.capture.capture import capture_here
 from lightning_memguard.core.capture.program import LoopProgram
-from lightning_memguard.core.simulation import asked
 from lightning_memguard.core.trace.trace import Trace
 
 
@@ -145,7 +145,7 @@ class Roomy(Custom):
 @pytest.mark.usefixtures("here")
 def test_an_operator_that_cannot_be_looked_into_is_asked_in_a_process_of_its_own(fails, monkeypatch):
     """Eight copies of 512 bytes while it runs, next to its result."""
-    monkeypatch.setattr(asked, "in_child", lambda: True)
+    monkeypatch.setattr(kernel_scratch, "in_child", lambda: True)
     trace = captured(Roomy(fails=fails), "fake")
     taken = {event.nbytes for event in trace.events if event.part == "workspaces"}
     unseen = "what memguard_tests::roomy allocates inside is not seen: it is not implemented in Python"

@@ -17,7 +17,7 @@ import torch
 from lightning_memguard.core.device import budget as budget_module
 from lightning_memguard.core.device import host as host_module
 from lightning_memguard.core.device import nvml as nvml_module
-from lightning_memguard.core.device.memory_info import MemoryInfo
+from lightning_memguard.core.device.host import MemoryInfo
 from lightning_memguard.units import GIB, MIB
 
 REPOSITORY = Path(__file__).parents[3]

@@ -11,8 +11,7 @@ from lightning_memguard.core.device import context as context_module
 from lightning_memguard.core.device import host as host_module
 from lightning_memguard.core.device.budget import device_name, read_budget
 from lightning_memguard.core.device.context import context_bytes
-from lightning_memguard.core.device.host import cgroup_memory, host_memory, rlimit_memory
-from lightning_memguard.core.device.memory_info import MemoryInfo
+from lightning_memguard.core.device.host import MemoryInfo, cgroup_memory, host_memory, rlimit_memory
 from lightning_memguard.errors import MemGuardError
 from lightning_memguard.units import GIB, MIB
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_memguard.core.device.context import context_bytes, outside_allocator_bytes
-from lightning_memguard.core.device.memory_info import MemoryInfo
+from lightning_memguard.core.device.host import MemoryInfo
 from lightning_memguard.units import GIB, MIB
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_memguard.core.device.host import cgroup_memory, rlimit_memory
-from lightning_memguard.core.device.memory_info import MemoryInfo
+from lightning_memguard.core.device.host import MemoryInfo, cgroup_memory, rlimit_memory
 from lightning_memguard.units import KIB
 
 # Control groups

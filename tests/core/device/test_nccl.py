@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_memguard.core.device.nccl import nccl_bytes
+from lightning_memguard.core.device.context import nccl_bytes
 
 
 @pytest.mark.parametrize("measured_megabytes", [544, 688])

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_memguard.core.device.memory_info import MemoryInfo
+from lightning_memguard.core.device.host import MemoryInfo
 from lightning_memguard.core.device.nvml import GpuFacts, gpu_facts, nvml_memory
 from lightning_memguard.units import GIB, MIB
 

@@ -14,7 +14,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from lightning_memguard.core.capture.kernel_scratch import this_cpu
-from lightning_memguard.core.kernels import lapack, onednn, table
+from lightning_memguard.core.kernels import cpu_factorizations as lapack
+from lightning_memguard.core.kernels import onednn, table
 from lightning_memguard.core.kernels.arguments import Call
 from lightning_memguard.core.simulation.fake import by_name
 from lightning_memguard.core.trace.scratch import ByteRange, CpuTarget
@@ -360,7 +361,8 @@ FACTORIZATIONS: dict[str, Callable[[], tuple[Any, ...]]] = {
 
 
 @pytest.mark.skipif(
-    lapack.workspace_bytes("geqrf", "s", (8, 8), 1) is None, reason="LAPACK inside this build cannot be asked"
+    lapack.workspace_bytes("geqrf", "s", (8, 8), 1) is None,
+    reason="LAPACK inside this build cannot be asked",
 )
 @pytest.mark.parametrize("case", FACTORIZATIONS)
 def test_what_a_factorization_takes(case: str, threads: int) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_memguard.core.kernels import cub, cudnn, cudnn_table, table
+from lightning_memguard.core.kernels import cudnn, sorting, table
 from lightning_memguard.core.kernels.arguments import Call
 from lightning_memguard.core.simulation.fake import by_name
 from lightning_memguard.core.trace.scratch import NONE, ByteRange, CudaTarget, Scratch
@@ -73,15 +73,15 @@ def blocks(scratch: Scratch) -> list[Any]:
     ],
 )
 def test_radix_sort_takes_what_cub_says(capability, key, value, count, nbytes):
-    assert cub.radix_sort(count, key, value, CudaTarget(capability, 132)) == nbytes
+    assert sorting.radix_sort(count, key, value, CudaTarget(capability, 132)) == nbytes
 
 
 def test_one_pass_of_radix_sort_needs_no_second_buffers():
-    assert cub.radix_sort(1_000_000, 8, 8, H200, bits=8) == 225_791
+    assert sorting.radix_sort(1_000_000, 8, 8, H200, bits=8) == 225_791
 
 
 def test_short_keys_on_older_gpus_are_sorted_within_bounds():
-    low, point, high, _ = cub.radix_sort(1_000_000, 2, 8, CudaTarget((8, 0), 132))
+    low, point, high, _ = sorting.radix_sort(1_000_000, 2, 8, CudaTarget((8, 0), 132))
     assert low < point < high
     assert low < 12_748_799 < high  # CUB's answer where four blocks fit on a multiprocessor
 
@@ -91,7 +91,7 @@ def test_short_keys_on_older_gpus_are_sorted_within_bounds():
     [(4, 1, 1023), (4, 1_000_000, 5119), (8, 1_000_000, 18_943), (2, 1_000_000, 1791), (8, 0, 0)],
 )
 def test_scan_takes_what_cub_says(itemsize, count, nbytes):
-    assert cub.scan(count, itemsize) == nbytes
+    assert sorting.scan(count, itemsize) == nbytes
 
 
 # -- reductions
@@ -188,7 +188,7 @@ def test_few_embedded_tokens_take_only_copies():
 def test_many_embedded_tokens_are_sorted_and_summed_in_pieces():
     scratch = rule("embedding_dense_backward", (tensor(10_000, 64), longs(10_000), 50, -1, False), tensor(50, 64))
     places = 80_000
-    assert scratch.before == ((places, places, places, cub.radix_sort(10_000, 8, 8, H200)),)
+    assert scratch.before == ((places, places, places, sorting.radix_sort(10_000, 8, 8, H200)),)
     # sorted and old indices, where segments start, their number, their pieces (twice), the pieces' number and starts
     pieces = 10_000 // 10 + 50
     assert scratch.after[-1] == (places, places, places, 8, 400, 400, 8, pieces * 8, pieces * 64 * 4)
@@ -212,7 +212,7 @@ def test_gradients_of_indexing_are_added_by_sorting():
     join, sort = scratch.after
     assert join == (40_000, 40_000)
     # ten bits name one of 1000 rows, so two passes
-    assert sort == (40_000, 40_000, 40_000, 40_000, cub.radix_sort(5000, 8, 8, H200, bits=10))
+    assert sort == (40_000, 40_000, 40_000, 40_000, sorting.radix_sort(5000, 8, 8, H200, bits=10))
 
 
 def test_values_are_expanded_before_they_are_put():
@@ -256,7 +256,7 @@ def test_short_rows_are_sorted_in_place():
 
 def test_one_long_row_takes_indices_and_cubs_storage():
     scratch = rule("sort", (tensor(5000),), [tensor(5000), longs(5000)])
-    assert scratch.after == ((40_000, cub.radix_sort(5000, 4, 8, H200)),)
+    assert scratch.after == ((40_000, sorting.radix_sort(5000, 4, 8, H200)),)
 
 
 def test_a_few_long_rows_are_sorted_together_and_many_in_segments():
@@ -481,7 +481,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[cudnn.Question]:
 @pytest.fixture
 def without_workspaces(monkeypatch: pytest.MonkeyPatch) -> None:
     """No plan of cuDNN takes one."""
-    monkeypatch.setattr(cudnn_table, "likely", lambda _: 0)
+    monkeypatch.setattr(cudnn, "likely", lambda _: 0)
     monkeypatch.setattr(cudnn, "workspaces", lambda _: (0,))
 
 

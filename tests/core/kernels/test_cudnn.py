@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lightning_memguard.core.kernels import cudnn
-from lightning_memguard.core.kernels.cudnn_table import _table, kind_of, likely, tensors_bytes
+from lightning_memguard.core.kernels.cudnn import _table, kind_of, likely, tensors_bytes
 
 IMAGES, WEIGHT = (8, 64, 56, 56), (64, 64, 3, 3)
 QUESTION = cudnn.Question(

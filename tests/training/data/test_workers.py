@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memguard import Decision, MemGuard
-from lightning_memguard.core.device.memory_info import MemoryInfo
+from lightning_memguard.core.device.host import MemoryInfo
 from lightning_memguard.training.data import workers
 
 PAGE = 4096

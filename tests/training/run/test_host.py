@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memguard import MemGuard, MemGuardError
 from lightning_memguard.core.decision.decision import Budget
-from lightning_memguard.core.device.memory_info import MemoryInfo
+from lightning_memguard.core.device.host import MemoryInfo
 from lightning_memguard.report.decision_table import setup_text, why
 from lightning_memguard.training.data import workers
 from lightning_memguard.training.run import profile
