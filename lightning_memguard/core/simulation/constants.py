@@ -86,7 +86,7 @@ class KnownFakeMode(RepeatingFakeMode):
         return False
 
     def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        self, func: OpOverload, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Run an operator, and compute its result if all that it reads is known."""
         kwargs = kwargs or {}
@@ -303,7 +303,7 @@ class KnownFakeMode(RepeatingFakeMode):
         return args[0], indices
 
 
-def _asks_for_no_number(func: Any, args: Sequence[Any]) -> bool:
+def _asks_for_no_number(func: OpOverload, args: Sequence[Any]) -> bool:
     """Whether an operator tells where a tensor is NaN or infinite."""
     if func in (_aten.isnan.default, _aten.isinf.default):
         return True

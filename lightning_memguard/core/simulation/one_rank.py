@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
@@ -248,7 +248,7 @@ def is_wrapped(tensor: object) -> bool:
     return "torch.distributed.tensor" in sys.modules and isinstance(tensor, _wrapper_types())
 
 
-def any_wrapped(types: Any) -> bool:
+def any_wrapped(types: Sequence[type]) -> bool:
     """Whether one of the types of an operator's arguments is DTensor's: it calls the operator on its parts."""
     if not types or "torch.distributed.tensor" not in sys.modules:
         return False
@@ -276,7 +276,7 @@ def _fsdp1() -> Iterator[AbstractContextManager[Any]]:
         flat._post_backward_hook_state = None, registered
 
     @functools.wraps(make)
-    def make_on_device(self: Any, *args: Any, device_id: Any = None, **kwargs: Any) -> None:
+    def make_on_device(self: Any, *args: Any, device_id: torch.device | int | None = None, **kwargs: Any) -> None:
         kwargs["device_id"] = torch.device("cuda", device_id) if type(device_id) is int else device_id
         make(self, *args, **kwargs)
 

@@ -51,7 +51,7 @@ class RepeatingFakeMode(FakeTensorMode):
     def _should_skip_dynamo(cls) -> bool:
         return False  # nothing inside is compiled, and leaving it out takes time
 
-    def run(self, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def run(self, func: OpOverload, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run an operator on fake tensors."""
         if not _may_repeat(func):
             return super().__torch_dispatch__(func, types, args, kwargs)

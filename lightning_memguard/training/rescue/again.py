@@ -97,7 +97,7 @@ class TrainingStep(Step):
         if self.gradients is not None:
             self.gradients.put_back()
 
-    def forward(self, batch: Any, *, final: bool, is_last: bool) -> Any:  # noqa: D102
+    def forward(self, batch: object, *, final: bool, is_last: bool) -> Any:  # noqa: D102
         self.begun = None
         kwargs = type(self.kwargs)(self.kwargs)
         kwargs["batch"] = batch
