@@ -147,7 +147,6 @@ ROOMS = {
         "callbacks",
         "metrics",
         "stand_ins",
-        "kept",
         "shadow",
         "program",
     ],

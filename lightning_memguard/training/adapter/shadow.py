@@ -13,28 +13,31 @@ import copy
 import importlib
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
+from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_memguard.core.batch.batches import Batches
 from lightning_memguard.core.batch.nesting import tensors_in
 from lightning_memguard.core.capture.counters import Counters
+from lightning_memguard.core.capture.holders import Holder, Use, holdings, roots_of, use_of
 from lightning_memguard.core.capture.leftovers import Garbage, Leftovers
 from lightning_memguard.core.capture.program import Program
 from lightning_memguard.core.capture.recorder import Recorder, gradients_of, refuse_sparse
 from lightning_memguard.core.foreign import patched
 from lightning_memguard.core.gpus import Gpu
-from lightning_memguard.core.trace.kept import places
+from lightning_memguard.core.trace.kept import Kept, places
 from lightning_memguard.training.adapter import stand_ins
 from lightning_memguard.training.adapter.callbacks import Average, Pruner
-from lightning_memguard.training.adapter.kept import find_kept
 from lightning_memguard.training.adapter.metrics import compute_over_epoch
 from lightning_memguard.training.facts.lightning_types import is_a, lightning_of
 from lightning_memguard.training.facts.ranks import attempt
@@ -414,7 +417,7 @@ class PhaseMarkerMixin:
             return
         role: Literal["step", "validation"] = "step" if when == "fit" else "validation"
         with self.recorder.paused(), torch._C.DisableTorchFunction():
-            kept = attempt(lambda: find_kept(self.recorder.left_by(steps), len(steps), pl_module, others, role))
+            kept = attempt(lambda: _kept_in(self.recorder.left_by(steps), len(steps), pl_module, others, role))
         self.recorder.kept = kept.value or ()
 
     def on_before_zero_grad(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
@@ -539,6 +542,46 @@ class PhaseMarkerMixin:
         batches = (count(self.batch_size) if count and self.loaders == 1 else None) or 0  # 0 if unknown
         batches = min(batches, limit) if isinstance(limit, int) else int(batches * limit)
         return 0 < batches <= index and self.recorder.alive_bytes > self.alive_bytes[-1]
+
+
+def _kept_in(
+    left: Mapping[int, tuple[int, str]],
+    batches: int,
+    module: LightningModule,
+    others: Iterable[object],
+    when: Literal["step", "validation"],
+) -> tuple[Kept, ...]:
+    """Name what holds the memory that some batches left behind (`Recorder.left_by`), the most first.
+
+    ``others`` are objects whose code may empty what the module holds: the user's callbacks.
+    """
+    lines: dict[Holder, Counter[str]] = {}
+    graphs, missing = set(), dict(left)
+    for holder, thing, _, in_graph in holdings(roots_of(module)):
+        address = thing.untyped_storage()._cdata if isinstance(thing, torch.Tensor) else 0
+        if address in missing:
+            nbytes, line = missing.pop(address)
+            lines.setdefault(holder, Counter())[line] += nbytes
+            graphs |= {holder} if in_graph else set()
+    for nbytes, line in missing.values():
+        lines.setdefault(Holder(""), Counter())[line] += nbytes
+    found = []
+    for holder, made in lines.items():
+        use = _use_of(holder, module, others)
+        file, _, number = made.most_common(1)[0][0].rpartition(":")[0].rpartition(":")
+        line, lasts = use.line or f"{Path(file).name}:{number}", not (use.is_conditional or use.is_cleared)
+        found.append(Kept(holder.name, line, holder in graphs, when, lasts, sum(made.values()) // batches))
+    return tuple(sorted(found, key=lambda kept: -kept.fixed_bytes))
+
+
+def _use_of(holder: Holder, module: LightningModule, others: Iterable[object]) -> Use:
+    """Of a metric's list, how the module uses the metric: Lightning resets those that are passed to ``self.log``."""
+    if isinstance(holder.owner, Metric):
+        used = [use_of(Holder("", name, module), others) for name in holder.name.split(".")[1:-1]]
+        return used[0]._replace(is_cleared=any(use.is_cleared for use in used)) if used else Use()
+    use, value = use_of(holder, (module, *others)), getattr(holder.owner, holder.attribute, None)
+    is_bounded = getattr(value, "maxlen", None) is not None or not holder.name
+    return use._replace(is_cleared=use.is_cleared or is_bounded)
 
 
 class EndlessLoader:
