@@ -14,7 +14,7 @@ import importlib
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -412,13 +412,31 @@ class PhaseMarkerMixin:
             self.recorder.assumptions[f"{each}; what an epoch leaves is included"] = None
 
     def name_what_is_left(self, steps: range, pl_module: LightningModule) -> None:
-        when, others = self.program.stage, getattr(self.program.trainer, "callbacks", ())
-        if when not in ("fit", "validate"):
-            return
-        role: Literal["step", "validation"] = "step" if when == "fit" else "validation"
-        with self.recorder.paused(), torch._C.DisableTorchFunction():
-            kept = attempt(lambda: _kept_in(self.recorder.left_by(steps), len(steps), pl_module, others, role))
-        self.recorder.kept = kept.value or ()
+        if self.program.stage in ("fit", "validate"):
+            with self.recorder.paused(), torch._C.DisableTorchFunction():
+                self.recorder.kept = attempt(lambda: self.find_kept(steps, pl_module)).value or ()
+
+    def find_kept(self, steps: range, module: LightningModule) -> tuple[Kept, ...]:
+        """Name what holds the memory that the batches of some steps left behind, the most first."""
+        others = getattr(self.program.trainer, "callbacks", ())  # their code may empty what the module holds
+        when: Literal["step", "validation"] = "step" if self.program.stage == "fit" else "validation"
+        lines: dict[Holder, Counter[str]] = {}
+        graphs, missing = set(), self.recorder.left_by(steps)
+        for holder, thing, _, in_graph in holdings(roots_of(module)):
+            address = thing.untyped_storage()._cdata if isinstance(thing, torch.Tensor) else 0
+            if address in missing:
+                nbytes, line = missing.pop(address)
+                lines.setdefault(holder, Counter())[line] += nbytes
+                graphs |= {holder} if in_graph else set()
+        for nbytes, line in missing.values():
+            lines.setdefault(Holder(""), Counter())[line] += nbytes
+        found = []
+        for holder, made in lines.items():
+            use = _use_of(holder, module, others)
+            file, _, number = made.most_common(1)[0][0].rpartition(":")[0].rpartition(":")
+            line, lasts = use.line or f"{Path(file).name}:{number}", not (use.is_conditional or use.is_cleared)
+            found.append(Kept(holder.name, line, holder in graphs, when, lasts, sum(made.values()) // len(steps)))
+        return tuple(sorted(found, key=lambda kept: -kept.fixed_bytes))
 
     def on_before_zero_grad(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         self.label_gradients(trainer, pl_module)
@@ -542,36 +560,6 @@ class PhaseMarkerMixin:
         batches = (count(self.batch_size) if count and self.loaders == 1 else None) or 0  # 0 if unknown
         batches = min(batches, limit) if isinstance(limit, int) else int(batches * limit)
         return 0 < batches <= index and self.recorder.alive_bytes > self.alive_bytes[-1]
-
-
-def _kept_in(
-    left: Mapping[int, tuple[int, str]],
-    batches: int,
-    module: LightningModule,
-    others: Iterable[object],
-    when: Literal["step", "validation"],
-) -> tuple[Kept, ...]:
-    """Name what holds the memory that some batches left behind (`Recorder.left_by`), the most first.
-
-    ``others`` are objects whose code may empty what the module holds: the user's callbacks.
-    """
-    lines: dict[Holder, Counter[str]] = {}
-    graphs, missing = set(), dict(left)
-    for holder, thing, _, in_graph in holdings(roots_of(module)):
-        address = thing.untyped_storage()._cdata if isinstance(thing, torch.Tensor) else 0
-        if address in missing:
-            nbytes, line = missing.pop(address)
-            lines.setdefault(holder, Counter())[line] += nbytes
-            graphs |= {holder} if in_graph else set()
-    for nbytes, line in missing.values():
-        lines.setdefault(Holder(""), Counter())[line] += nbytes
-    found = []
-    for holder, made in lines.items():
-        use = _use_of(holder, module, others)
-        file, _, number = made.most_common(1)[0][0].rpartition(":")[0].rpartition(":")
-        line, lasts = use.line or f"{Path(file).name}:{number}", not (use.is_conditional or use.is_cleared)
-        found.append(Kept(holder.name, line, holder in graphs, when, lasts, sum(made.values()) // batches))
-    return tuple(sorted(found, key=lambda kept: -kept.fixed_bytes))
 
 
 def _use_of(holder: Holder, module: LightningModule, others: Iterable[object]) -> Use:
