@@ -136,7 +136,6 @@ ROOMS = {
         "callbacks",
         "metrics",
         "stand_ins",
-        "kept",
         "shadow",
         "program",
     ],

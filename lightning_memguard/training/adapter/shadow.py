@@ -13,28 +13,31 @@ import copy
 import importlib
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
+from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_memguard.core.batch.batches import Batches
 from lightning_memguard.core.batch.nesting import tensors_in
 from lightning_memguard.core.capture.counters import Counters
+from lightning_memguard.core.capture.holders import Holder, Use, holdings, roots_of, use_of
 from lightning_memguard.core.capture.leftovers import Garbage, Leftovers
 from lightning_memguard.core.capture.program import Program
 from lightning_memguard.core.capture.recorder import Recorder, gradients_of, refuse_sparse
 from lightning_memguard.core.foreign import patched
 from lightning_memguard.core.gpus import Gpu
-from lightning_memguard.core.trace.kept import places
+from lightning_memguard.core.trace.kept import Kept, places
 from lightning_memguard.training.adapter import stand_ins
 from lightning_memguard.training.adapter.callbacks import Average, Pruner
-from lightning_memguard.training.adapter.kept import find_kept
 from lightning_memguard.training.adapter.metrics import compute_over_epoch
 from lightning_memguard.training.facts.lightning_types import is_a, lightning_of
 from lightning_memguard.training.facts.ranks import attempt
@@ -409,13 +412,31 @@ class PhaseMarkerMixin:
             self.recorder.assumptions[f"{each}; what an epoch leaves is included"] = None
 
     def name_what_is_left(self, steps: range, pl_module: LightningModule) -> None:
-        when, others = self.program.stage, getattr(self.program.trainer, "callbacks", ())
-        if when not in ("fit", "validate"):
-            return
-        role: Literal["step", "validation"] = "step" if when == "fit" else "validation"
-        with self.recorder.paused(), torch._C.DisableTorchFunction():
-            kept = attempt(lambda: find_kept(self.recorder.left_by(steps), len(steps), pl_module, others, role))
-        self.recorder.kept = kept.value or ()
+        if self.program.stage in ("fit", "validate"):
+            with self.recorder.paused(), torch._C.DisableTorchFunction():
+                self.recorder.kept = attempt(lambda: self.find_kept(steps, pl_module)).value or ()
+
+    def find_kept(self, steps: range, module: LightningModule) -> tuple[Kept, ...]:
+        """Name what holds the memory that the batches of some steps left behind, the most first."""
+        others = getattr(self.program.trainer, "callbacks", ())  # their code may empty what the module holds
+        when: Literal["step", "validation"] = "step" if self.program.stage == "fit" else "validation"
+        lines: dict[Holder, Counter[str]] = {}
+        graphs, missing = set(), self.recorder.left_by(steps)
+        for holder, thing, _, in_graph in holdings(roots_of(module)):
+            address = thing.untyped_storage()._cdata if isinstance(thing, torch.Tensor) else 0
+            if address in missing:
+                nbytes, line = missing.pop(address)
+                lines.setdefault(holder, Counter())[line] += nbytes
+                graphs |= {holder} if in_graph else set()
+        for nbytes, line in missing.values():
+            lines.setdefault(Holder(""), Counter())[line] += nbytes
+        found = []
+        for holder, made in lines.items():
+            use = _use_of(holder, module, others)
+            file, _, number = made.most_common(1)[0][0].rpartition(":")[0].rpartition(":")
+            line, lasts = use.line or f"{Path(file).name}:{number}", not (use.is_conditional or use.is_cleared)
+            found.append(Kept(holder.name, line, holder in graphs, when, lasts, sum(made.values()) // len(steps)))
+        return tuple(sorted(found, key=lambda kept: -kept.fixed_bytes))
 
     def on_before_zero_grad(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         self.label_gradients(trainer, pl_module)
@@ -539,6 +560,16 @@ class PhaseMarkerMixin:
         batches = (count(self.batch_size) if count and self.loaders == 1 else None) or 0  # 0 if unknown
         batches = min(batches, limit) if isinstance(limit, int) else int(batches * limit)
         return 0 < batches <= index and self.recorder.alive_bytes > self.alive_bytes[-1]
+
+
+def _use_of(holder: Holder, module: LightningModule, others: Iterable[object]) -> Use:
+    """Of a metric's list, how the module uses the metric: Lightning resets those that are passed to ``self.log``."""
+    if isinstance(holder.owner, Metric):
+        used = [use_of(Holder("", name, module), others) for name in holder.name.split(".")[1:-1]]
+        return used[0]._replace(is_cleared=any(use.is_cleared for use in used)) if used else Use()
+    use, value = use_of(holder, (module, *others)), getattr(holder.owner, holder.attribute, None)
+    is_bounded = getattr(value, "maxlen", None) is not None or not holder.name
+    return use._replace(is_cleared=use.is_cleared or is_bounded)
 
 
 class EndlessLoader:

@@ -42,25 +42,37 @@ def largest_that_runs(
         DoesNotFitError: even the smallest size does not fit.
         StepFailsError: the step fails at each size tried; the error is that of the first.
     """
+
+    def decided(prediction: Prediction, request: Request) -> Decision:
+        decision = decide(partial(footprint_at, prediction), budget, request)
+        size, limit, step = decision.batch_size, decision.limited_by, request.multiple_of
+        # what is refused gives way to the next smaller size
+        while request.free_to_choose and size - step >= request.min_batch_size and (by := refused_by(size)):
+            size, limit = size - step, by
+        if size == decision.batch_size:
+            return decision
+        smaller = decide(partial(footprint_at, prediction), budget, replace(request, max_batch_size=size))
+        return replace(smaller, limited_by=limit if smaller.batch_size == size else decision.limited_by)
+
     failures: list[StepFailsError] = []
     if prediction.compiles and request.free_to_choose:
-        prediction = _compiled_around(prediction, budget, request, footprint_at, refused_by)
+        prediction = _compiled_around(prediction, request, decided)
     for power in range(5):
         even = replace(request, multiple_of=math.lcm(request.multiple_of, 1 << power))
         if failures and even.smallest_batch_size > (request.max_batch_size or math.inf):
             break
-        decision = _decide(partial(footprint_at, prediction), budget, even, refused_by)
+        decision = decided(prediction, even)
         try:
             proven = prediction.proven_at(decision.batch_size)
         except StepFailsError as error:
             failures.append(error)
             continue
         if proven is not prediction:
-            decision = _decide(partial(footprint_at, proven), budget, even, refused_by)
+            decision = decided(proven, even)
         if proven.compiles and decision.batch_size not in proven.compiled:  # it is an estimate there
             known = [size for size in proven.compiled if size < decision.batch_size]
             capped = replace(even, max_batch_size=max(known, default=even.smallest_batch_size))
-            decision = _decide(partial(footprint_at, proven), budget, capped, refused_by)
+            decision = decided(proven, capped)
         return with_retries(decision, proven), proven
     raise failures[0]
 
@@ -102,16 +114,12 @@ def with_retries(decision: Decision, prediction: Prediction) -> Decision:
 
 
 def _compiled_around(
-    prediction: Prediction,
-    budget: Budget,
-    request: Request,
-    footprint_at: Callable[[Prediction, int], Footprint],
-    refused_by: Refusal,
+    prediction: Prediction, request: Request, decided: Callable[[Prediction, Request], Decision]
 ) -> Prediction:
     """Capture a compiled step at the sizes that are chosen in turn, until one is chosen that is known."""
     for _ in range(_MOST_COMPILED):
         try:
-            size = _decide(partial(footprint_at, prediction), budget, request, refused_by).batch_size
+            size = decided(prediction, request).batch_size
         except DoesNotFitError:
             size = request.smallest_batch_size
         if size in prediction.compiled:
@@ -124,16 +132,3 @@ def _compiled_around(
 
 
 _MOST_COMPILED = 4
-
-
-def _decide(
-    footprint_at: Callable[[int], Footprint], budget: Budget, request: Request, refused_by: Refusal
-) -> Decision:
-    decision = decide(footprint_at, budget, request)
-    size, limited_by = decision.batch_size, decision.limited_by
-    while request.free_to_choose and size - request.multiple_of >= request.min_batch_size and (by := refused_by(size)):
-        size, limited_by = size - request.multiple_of, by
-    if size == decision.batch_size:
-        return decision
-    smaller = decide(footprint_at, budget, replace(request, max_batch_size=size))
-    return replace(smaller, limited_by=limited_by if smaller.batch_size == size else decision.limited_by)

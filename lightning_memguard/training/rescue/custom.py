@@ -58,23 +58,23 @@ class CustomFunctions:
 
         def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
             out = own(cls, *args, **kwargs)
-            if cls is not AllReduce:
-                self._note(cls.__name__, args, out)
+            if cls is AllReduce:
+                return out
+            outs = [
+                each for each in (out if isinstance(out, (tuple, list)) else [out]) if isinstance(each, torch.Tensor)
+            ]
+            node = next((each.grad_fn for each in outs if each.grad_fn is not None), None)
+            if node is None:
+                return out
+            if cls.__name__ in _NEVER:
+                raise Refused(f"{cls.__name__} runs code of its own in the backward pass")
+            known = self._flow.known
+            inputs = [known(each) if isinstance(each, torch.Tensor) else None for each in args]
+            self._calls.append(CustomCall(cls.__name__, node, inputs, [*map(known, outs)], outs))
             return out
 
         with patched(torch.autograd.Function, apply=classmethod(apply)):
             yield
-
-    def _note(self, name: str, args: tuple[Any, ...], out: object) -> None:
-        outs = [each for each in (out if isinstance(out, (tuple, list)) else (out,)) if isinstance(each, torch.Tensor)]
-        node = next((each.grad_fn for each in outs if each.grad_fn is not None), None)
-        if node is None:
-            return
-        if name in _NEVER:
-            raise Refused(f"{name} runs code of its own in the backward pass")
-        known = self._flow.known
-        inputs = [known(each) if isinstance(each, torch.Tensor) else None for each in args]
-        self._calls.append(CustomCall(name, node, inputs, [*map(known, outs)], outs))
 
     def refuse_unseen(self, loss: torch.Tensor) -> None:
         """Look for users' functions in a loss's graph.

@@ -94,12 +94,14 @@ def worker_note(error: BaseException, host: HostUse | None, kills_before: int | 
     is_full = "SIGBUS" in signals or "signal: Bus error" in text or ("DataLoader worker" in text and _FULL.search(text))
     if not is_full and "SIGKILL" not in signals and "signal: Killed" not in text:
         return ""
-    kills, children = oom_kills(), psutil.Process().children
-    own = attempt(lambda: sum(child.memory_info().rss - child.memory_info().shared for child in children())).value
+    kills = oom_kills()
+    others = attempt(  # the memory that they do not share with this process
+        lambda: sum(each.rss - each.shared for each in map(psutil.Process.memory_info, psutil.Process().children()))
+    )
     return worker_words(
         psutil.disk_usage("/dev/shm").total if is_full else None,  # noqa: S108 - nothing is written there
         host.shared_bytes if host else 0,
-        own or 0,
+        others.value or 0,
         available_memory(),
         None if kills is None or kills_before is None else kills - kills_before,
     )

@@ -190,11 +190,6 @@ class Arguments:
         """Whether each backward pass finds the parameters it leaves out; then the buckets are never rebuilt."""
         return self.find_unused_parameters and not self.static_graph
 
-    @property
-    def first_bucket_bytes(self) -> tuple[int, ...]:
-        """``bucket_bytes`` of the first buckets: a single one, if it will be rebuilt."""
-        return self.bucket_bytes if self.bucket_bytes_are_listed or self.finds_unused else (sys.maxsize,)
-
     def notes(self, module_copy: nn.Module) -> Iterator[str]:
         """Yield notes on what a prediction for this module has to leave out."""
         for name in self.ignored:
@@ -243,8 +238,11 @@ class _Wrapper:
         with recorder.on_stream(_SIDE_STREAM) if on_gpu else contextlib.nullcontext():
             if arguments.init_sync:
                 _broadcast(_states_of(module_copy, buffers=arguments.init_sync_buffers), recorder)
-            # in the order in which they are reduced; parameters that will have a sparse gradient have none in memory
-            self._make_buckets(_partition(self.parameters, arguments.first_bucket_bytes, self.sparse)[::-1])
+            # a single bucket if it will be rebuilt; else in the order in which they are reduced. Parameters that will
+            # have a sparse gradient have none in memory
+            are_kept = arguments.bucket_bytes_are_listed or arguments.finds_unused
+            limits = arguments.bucket_bytes if are_kept else (sys.maxsize,)
+            self._make_buckets(_partition(self.parameters, limits, self.sparse)[::-1])
             # of the parameters that had a gradient: one on the host and one on the device
             needed = arguments.find_unused_parameters or arguments.static_graph
             devices = (torch.device("cpu"), self.parameters[0].device) if needed else ()

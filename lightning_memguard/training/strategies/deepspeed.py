@@ -280,6 +280,10 @@ def label(model: Any, recorder: Recorder) -> None:
         buckets = getattr(optimizer, "ipg_buckets", {}).values()
         recorder.label(tree_leaves([bucket.buffer for bucket in buckets]), "communication")
 
+    def label_flat(part: str, tensor: Tensor, *_: object) -> None:
+        if tensor.dim() == 1:
+            recorder.label([tensor], part)
+
     label_buckets()
     _call_around(optimizer, "setup_buckets", after=label_buckets)
     offload = getattr(optimizer, "parameter_offload", optimizer)
@@ -290,12 +294,7 @@ def label(model: Any, recorder: Recorder) -> None:
             after=lambda module, *_: recorder.label([p.data for p in module.parameters(recurse=False)], "gathered"),
         )
     for name, part in (("all_gather_into_tensor", "gathered"), ("all_reduce", "communication")):
-        _call_around(_part("comm.comm").cdb, name, before=functools.partial(_label_flat, recorder, part))
-
-
-def _label_flat(recorder: Recorder, part: str, tensor: Tensor, *_: object) -> None:
-    if tensor.dim() == 1:
-        recorder.label([tensor], part)
+        _call_around(_part("comm.comm").cdb, name, before=functools.partial(label_flat, part))
 
 
 def _call_around(
