@@ -5,11 +5,16 @@ Not from the process that runs the tests: after some of them autograd refuses to
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
+import runpy
 import socket
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import torch
 
@@ -36,3 +41,39 @@ def _run(rank: int, world: dict[str, str], work: Callable[..., None], folder: Pa
     os.environ.update(world | {"LOCAL_RANK": str(rank), "RANK": str(rank)})
     torch.set_num_threads(1)
     work(rank, folder)
+
+
+def run_script(script: Path, folder: Path, *options: str) -> str:
+    """What a script prints in a folder, in a process that has imported torch and Lightning before; it must succeed."""
+    shown = folder.with_name(f"{folder.name}.txt")
+    process = CONTEXT.Process(target=_run_script, args=(script, folder, shown, options))
+    process.start()
+    process.join(600)
+    text = shown.read_text(encoding="utf-8")
+    assert process.exitcode == 0, text
+    return text
+
+
+def _run_script(script: Path, folder: Path, shown: Path, options: tuple[str, ...]) -> None:
+    os.chdir(folder)
+    os.environ["COLUMNS"] = "160"  # no wrapped sentences
+    with shown.open("wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    torch.set_num_threads(1)
+    sys.argv = [str(script), *options]
+    sys.path.insert(0, str(script.parent))
+    runpy.run_path(str(script), run_name="__main__")
+
+
+def run_all(scenarios: dict[str, Callable[[], Any]], in_children: Collection[str]) -> dict[str, Any]:
+    """What each scenario returns; captures are in children in the named ones, and in this process in the others."""
+    from tests.warm import capture_here
+
+    found = {}
+    for name, run in scenarios.items():
+        with contextlib.ExitStack() as patches:
+            if name not in in_children:
+                capture_here(lambda path, function: patches.enter_context(mock.patch(path, function)))
+            found[name] = run()
+    return found

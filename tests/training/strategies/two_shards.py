@@ -28,6 +28,7 @@ from lightning_memguard.training.data import loaders
 from lightning_memguard.training.run import choose, tune
 from lightning_memguard.training.run import profile as profiles
 from lightning_memguard.units import KIB
+from tests.forks import run_all
 
 BUDGET = 1200 * KIB
 STEPS = 10  # of fits that are measured
@@ -96,7 +97,7 @@ class Peak(pl.Callback):
     """
 
     def __init__(self) -> None:
-        self.profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
+        self.profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
         self.bytes = 0
 
     def setup(self, *_: Any, **__: Any) -> None:
@@ -226,7 +227,7 @@ def one_fails() -> Seen:
 def twice() -> Seen:
     """Two modules with one Trainer, and the second of them once more: it is sharded by then."""
     guard, modules = MemGuard(budget=BUDGET), [module_of(), module_of()]
-    trainer = trainer_of(strategy(2, 1), [guard], 2)
+    trainer = trainer_of(strategy(2, 1), [guard], 2, limit_val_batches=2)
     seen = {}
     for name, module in {"first": modules[0], "second": modules[1], "again": modules[1]}.items():
         module.sizes.clear()
@@ -268,5 +269,5 @@ def main(rank: int, folder: Path) -> None:
     for home in (loaders, choose):
         home.spoiled_by = lambda *_: None  # type: ignore[attr-defined]  # limits only end these fits early
     profiles.process_bytes = lambda *_: 0  # type: ignore[assignment]  # it would be most of the budget
-    seen = {name: run() for name, run in scenarios(folder).items()}
+    seen = run_all(scenarios(folder), in_children=("fsdp", "one fails", "effective"))
     (folder / f"rank{rank}.json").write_text(json.dumps(seen))
