@@ -51,7 +51,7 @@ def _nothing_to_look_at(request: pytest.FixtureRequest, monkeypatch: pytest.Monk
 IN_CHILDREN = {
     "rescue",
     *("test_nothing_touched.py", "test_kept_budget.py", "test_host.py", "test_tune.py", "test_workers.py"),
-    "test_samples.py",
+    *("test_layouts_of_ranks.py", "test_samples.py"),
     "test_a_plain_loader_is_trained_at_the_chosen_size",
     "test_operators_that_collate_on_many_threads_do_not_stop_a_child",
     "test_the_speed_of_this_machine_is_measured_in_a_child_on_all_threads",

@@ -28,7 +28,6 @@ from lightning_memguard.training.data import loaders
 from lightning_memguard.training.run import choose, tune
 from lightning_memguard.training.run import profile as profiles
 from lightning_memguard.units import KIB
-from tests.forks import run_all
 
 BUDGET = 1200 * KIB
 STEPS = 10  # of fits that are measured
@@ -269,5 +268,5 @@ def main(rank: int, folder: Path) -> None:
     for home in (loaders, choose):
         home.spoiled_by = lambda *_: None  # type: ignore[attr-defined]  # limits only end these fits early
     profiles.process_bytes = lambda *_: 0  # type: ignore[assignment]  # it would be most of the budget
-    seen = run_all(scenarios(folder), in_children=("fsdp", "one fails", "effective"))
+    seen = {name: run() for name, run in scenarios(folder).items()}
     (folder / f"rank{rank}.json").write_text(json.dumps(seen))
