@@ -102,7 +102,7 @@ def measured_bytes(case: Case, batch_size: int, steps: int = 3) -> int:
     gc.collect()
     batches = steps * case.period
     dataset = case.dataset(batches * batch_size)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         fit(case, OPTIMIZER, DataLoader(dataset, batch_size=batch_size), batches)
     events = memory_events(profiler)
     trains = itertools.dropwhile(lambda pair: pair[0].phase != "forward", zip(events, live_bytes(events), strict=True))

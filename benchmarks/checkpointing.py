@@ -70,7 +70,7 @@ def measured(make: Callable[[], tuple[Net, list[torch.Tensor]]], changes: tuple[
     """The peak of a real fit of three steps."""
     batch = make()[1]
     loader = DataLoader(TensorDataset(*(each.repeat(3, *[1] * (each.dim() - 1)) for each in batch)), len(batch[0]))
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         module = make()[0]
         module.changes = changes
         pl.Trainer(accelerator="cpu", max_steps=3, **QUIET).fit(module, loader)

@@ -153,7 +153,7 @@ def measured(case: Case, size: int) -> dict[str, Any]:
     held = [*model.parameters(), *model.buffers(), *batch]
     held += [value for state in optimizer.state.values() for value in state.values()]
     static = sum(tensor.untyped_storage().nbytes() for tensor in {id(tensor): tensor for tensor in held}.values())
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         with precision:
             loss = loss_of(model, batch)
         loss.backward()

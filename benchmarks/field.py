@@ -168,7 +168,7 @@ def train(run: Any, batch_size: int, steps: int) -> dict[str, Any]:
     from shared.truth import PhaseMarkers, count_disagreements, counting_arrays, live_bytes, memory_events
 
     data = run.data(batch_size, steps)
-    profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
+    profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
     profiler.start()
     with counting_arrays():
         module = run.build()

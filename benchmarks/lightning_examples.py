@@ -103,7 +103,7 @@ def _rank(rank: int, port: int, folder: str, kind: str, sizes: tuple[int, int], 
     if kind == "fabric":
         runner.save = lambda *_, **__: None
     with tempfile.TemporaryDirectory() as here, contextlib.chdir(here):
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
             train.train()
         if rank == 0:
             results.put((peak_of(profiler, without="c10d::"), peak_of(profiler, without="none")))

@@ -218,7 +218,7 @@ def measure(model: str, case: str, ranks: int, samples: int) -> tuple[int, int]:
     parallelize = CASES[case](ranks)
     parallelize(MODELS[model]())
     gc.collect()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         module = parallelize(MODELS[model]())
         optimizer = optimizer_for(module.parameters())
         started = time.time_ns()  # the allocations of the setup count where they are alive later

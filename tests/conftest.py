@@ -132,26 +132,21 @@ def _versions_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_memguard.training.run.callback.untested", str)
 
 
-def _capture_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("capture", "leftovers"):
-        monkeypatch.setattr(f"lightning_memguard.core.capture.{module}.in_child", lambda: True)
-    monkeypatch.setattr("lightning_memguard.core.isolation.pool.can_fork", lambda: False)
-    # Only a child, which ends, may unfreeze all objects: each later collection of this process would search them.
-    monkeypatch.setattr("lightning_memguard.training.data.workers.collected_bytes", lambda: 0)
-    gc.freeze()  # as a child does: each collection of a capture would search what earlier tests left
-
-
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Captures run in this process, as in a child, so that a test sees what they do."""
-    _capture_here(monkeypatch)
+    from tests.warm import capture_here
+
+    capture_here(monkeypatch.setattr)
 
 
 @pytest.fixture(scope="module")
 def all_here() -> Iterator[None]:
     """As `here`, for all tests of a file and what they share."""
+    from tests.warm import capture_here
+
     with pytest.MonkeyPatch.context() as monkeypatch:
-        _capture_here(monkeypatch)
+        capture_here(monkeypatch.setattr)
         yield
 
 

@@ -5,11 +5,18 @@ Not from the process that runs the tests: after some of them autograd refuses to
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import multiprocessing
 import os
+import runpy
 import socket
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import torch
 
@@ -36,3 +43,58 @@ def _run(rank: int, world: dict[str, str], work: Callable[..., None], folder: Pa
     os.environ.update(world | {"LOCAL_RANK": str(rank), "RANK": str(rank)})
     torch.set_num_threads(1)
     work(rank, folder)
+
+
+def run_script(script: Path, folder: Path, *options: str, shared_memory: str = "") -> str:
+    """What a script prints in a folder, in a process that has imported torch and Lightning before; it must succeed.
+
+    Args:
+        script: the file.
+        folder: the current folder.
+        options: of the script.
+        shared_memory: the size of a ``/dev/shm`` of its own, in the words of ``mount``.
+    """
+    shown = folder.with_name(f"{folder.name}.txt")
+    process = CONTEXT.Process(target=_run_script, args=(script, folder, shown, options, shared_memory))
+    process.start()
+    process.join(600)
+    text = shown.read_text(encoding="utf-8")
+    assert process.exitcode == 0, text
+    return text
+
+
+def _run_script(script: Path, folder: Path, shown: Path, options: tuple[str, ...], shared_memory: str) -> None:
+    os.chdir(folder)
+    os.environ["COLUMNS"] = "160"  # no wrapped sentences
+    with shown.open("wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    torch.set_num_threads(1)
+    if shared_memory:
+        _limit_shared_memory(shared_memory)
+    sys.argv = [str(script), *options]
+    sys.path.insert(0, str(script.parent))
+    runpy.run_path(str(script), run_name="__main__")
+
+
+def _limit_shared_memory(size: str) -> None:
+    """As ``unshare -Urm`` does, and ``mount``."""
+    maps = {"setgroups": "deny", "uid_map": f"0 {os.getuid()} 1", "gid_map": f"0 {os.getgid()} 1"}
+    new_user, new_mounts = 0x10000000, 0x00020000  # linux/sched.h
+    assert ctypes.CDLL(None).unshare(new_user | new_mounts) == 0
+    for name, text in maps.items():
+        Path(f"/proc/self/{name}").write_text(text)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", "/dev/shm"], check=True)
+
+
+def run_all(scenarios: dict[str, Callable[[], Any]], in_children: Collection[str]) -> dict[str, Any]:
+    """What each scenario returns; captures are in children in the named ones, and in this process in the others."""
+    from tests.warm import capture_here
+
+    found = {}
+    for name, run in scenarios.items():
+        with contextlib.ExitStack() as patches:
+            if name not in in_children:
+                capture_here(lambda path, function: patches.enter_context(mock.patch(path, function)))
+            found[name] = run()
+    return found

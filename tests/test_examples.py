@@ -1,4 +1,7 @@
-"""The examples run as a new user would run them, in an empty folder, and write the files that they announce."""
+"""The examples run as a new user would run them, in an empty folder, and write the files that they announce.
+
+The short ones are forked from a process that has imported torch and Lightning: imports take longer than they do.
+"""
 
 import math
 import os
@@ -10,6 +13,8 @@ from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator, ScalarEvent
+
+from tests.forks import run_script
 
 pytest.importorskip("sklearn", reason="the quickstart's digits come with scikit-learn")
 
@@ -69,6 +74,10 @@ def run(script: str, folder: Path, *options: str) -> Run:
     return Run(done.stdout + done.stderr, folder)
 
 
+def forked(script: str, folder: Path, *options: str) -> Run:
+    return Run(run_script(ROOT / "examples" / script, folder, *options), folder)
+
+
 @pytest.fixture(scope="module")
 def quickstart(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run("quickstart.py", tmp_path_factory.mktemp("quickstart"), "--epochs", str(EPOCHS))
@@ -115,7 +124,7 @@ def test_quickstart_measures_what_it_predicted(quickstart: Run) -> None:
 
 def test_llama_is_planned_for_a_gpu_without_a_download(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="the model is Hugging Face's own")
-    done = run("llama.py", tmp_path, "--layers", "2", "--lengths", "128", "256", "--device", "RTX 4090")
+    done = forked("llama.py", tmp_path, "--layers", "2", "--lengths", "128", "256", "--device", "RTX 4090")
     peaks = [float(peak) for peak in re.findall(r"tokens: +([\d.]+) GiB", done.text)]
     assert len(peaks) == 2
     assert 2 < peaks[0] <= peaks[1] < 5  # 384 million parameters, each with a gradient and two moments of 2 bytes
@@ -127,7 +136,7 @@ def test_a_loop_of_others_trains_at_the_size_that_was_estimated(script: str, sma
     if script == "hf_trainer.py":
         pytest.importorskip("transformers", reason="the Trainer is Hugging Face's own")
         pytest.importorskip("accelerate", reason="Hugging Face's Trainer needs it")
-    done = run(script, tmp_path)
+    done = forked(script, tmp_path)
     chosen = re.search(r"Batch size (\d+): a predicted peak of ([\d.]+) MiB on cpu, within (\d+)MiB", done.text)
     assert chosen, done.text
     size, peak, budget = int(chosen[1]), float(chosen[2]), float(chosen[3])
@@ -154,7 +163,7 @@ def test_a_sharded_llama_trains_on_two_processes_at_a_size_of_memguards(tmp_path
 
 
 def test_char_gpt_tunes_its_datamodule_and_writes_before_and_after(tmp_path: Path) -> None:
-    done = run("char_gpt.py", tmp_path, "--steps", "2", "--budget", "96MiB")
+    done = forked("char_gpt.py", tmp_path, "--steps", "2", "--budget", "96MiB")
     before, after = (done.text.partition(f"\n{title}:\n")[2][:200] for title in ("Before", "After"))
     assert done.chosen_batch_size > 8
     assert before.startswith("def ")

@@ -18,6 +18,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memguard import MemGuard, estimate
 
+pytestmark = pytest.mark.usefixtures("here")
+
 _PAGE = Path(__file__).parents[1] / "docs" / "howto.md"
 _SECTIONS = _PAGE.read_text(encoding="utf-8").split("\n## ")[1:]
 _SNIPPETS = [

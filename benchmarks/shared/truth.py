@@ -122,7 +122,7 @@ def measure_here(case: Case, optimizer: str, batch_size: int, steps: int = 3) ->
     batches = steps * case.period
     torch.manual_seed(0)
     dataset = case.dataset(batches * batch_size)
-    profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
+    profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
     profiler.start()
     fit(case, optimizer, DataLoader(dataset, batch_size=batch_size), batches)
     profiler.stop()

@@ -25,6 +25,8 @@ from lightning_memguard.core.gpus import find
 from lightning_memguard.units import MIB
 from tests.training.planning.test_on_ranks import INSTALLED
 
+pytestmark = pytest.mark.usefixtures("here")
+
 NET = ["net:Net", "--args", "width=64"]
 DATA = ["--datamodule", "net:Data"]
 LINEAR = ["torch.nn:Linear", "--args", "in_features=512", "out_features=512"]

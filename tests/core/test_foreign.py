@@ -234,17 +234,14 @@ def error_of(read: Any) -> BaseException:
     raise AssertionError("it is there")
 
 
-# By what becomes of a run that needs the name; `without_a_name.py` says how it is made to.
+# By what becomes of a run that needs the name; `without_a_name.py` says how it is made to. `make long` takes each name.
 SAMPLE = {
     "torch._subclasses.fake_tensor.FakeTensor": "stepped aside",
-    "torch._ops.OpOverload": "stepped aside",
     "torch.utils._pytree.tree_map": "stepped aside",
-    "torch._C._current_graph_task_id": "stepped aside",
     "torch._C._FunctionBase": "kept",
     "torch._C._dispatch_has_kernel_for_dispatch_key": "tuned with less",
     "torch.optim._adafactor": "tuned with less",
     "torch.ops.aten._fused_adagrad_": "tuned with less",
-    "torch.ops.aten._euclidean_dist": "tuned with less",
     "torch._VF.lstm": "tuned with less",
     "torch._C._ensureCUDADeviceGuardSet": "estimated with less",
     "torch.utils._mode_utils.no_dispatch": "refused",  # by `estimate`, which cannot be loaded

@@ -47,6 +47,25 @@ def _nothing_to_look_at(request: pytest.FixtureRequest, monkeypatch: pytest.Monk
         monkeypatch.setattr(guarded_run.GuardedRun, "_show", lambda *_: None)
 
 
+# Tests about children, or that tell copies in children from the original: folders, files, and tests of other files.
+IN_CHILDREN = {
+    "rescue",
+    *("test_nothing_touched.py", "test_kept_budget.py", "test_host.py", "test_tune.py", "test_workers.py"),
+    *("test_layouts_of_ranks.py", "test_samples.py"),
+    "test_a_plain_loader_is_trained_at_the_chosen_size",
+    "test_operators_that_collate_on_many_threads_do_not_stop_a_child",
+    "test_the_speed_of_this_machine_is_measured_in_a_child_on_all_threads",
+}
+
+
+@pytest.fixture(autouse=True)
+def _captured_here(request: pytest.FixtureRequest) -> None:
+    """Captures run in this process, for a third of the time that children take."""
+    names = {request.path.parent.name, request.path.name, request.node.name.partition("[")[0]}
+    if not names & IN_CHILDREN:
+        request.getfixturevalue("here")
+
+
 @pytest.fixture(autouse=True)
 def _time_to_draw_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a busy machine too, the number of samples drawn is what ends the drawing, unless a test is about time."""
@@ -163,7 +182,7 @@ def as_measured(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
         assert decision is not None
         assert decision.footprint is not None, decision.reason
         gc.collect()
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
             run(made())
         _, measured = truth.peak_of(truth.memory_events(profiler))
         assert abs(decision.footprint.peak_allocated_bytes / measured - 1) <= error, (

@@ -193,7 +193,7 @@ model, batch = torch.compile(small_net()), torch.ones(256, 64)
 optimizer = torch.optim.AdamW(model.parameters())
 for index in range(2):
     optimizer.zero_grad()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         loss = model(batch).sum()
         loss.backward()
         optimizer.step()

@@ -57,7 +57,7 @@ class LSTMRecorder(Recorder):
 
 def measured_peak(run: Callable[[], None]) -> int:
     """The most bytes alive at once of those that torch's CPU allocator handed out during the run."""
-    profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
+    profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
     profiler.start()
     run()
     profiler.stop()

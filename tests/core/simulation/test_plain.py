@@ -147,7 +147,7 @@ def loss_of(out: Tensor) -> Tensor:
 def measured_peak(function: Callable[[Tensor], Tensor]) -> int:
     holder = Holder()
     function(holder.x.detach())  # what torch makes once
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         loss_of(function(holder.x)).backward()
     found = [
         (node.start_time_ns, node.extra_fields.ptr, node.extra_fields.alloc_size)

@@ -468,7 +468,7 @@ def test_operators_that_collate_on_many_threads_do_not_stop_a_child(monkeypatch)
 def measured_peak(run: Callable[[], object]) -> int:
     """The peak of a training's tensors, as PyTorch's profiler sees them: the CPU allocator's own events, summed up."""
     gc.collect()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         run()
     nodes = [*profiler.profiler.kineto_results.experimental_event_tree()]
     blocks = []

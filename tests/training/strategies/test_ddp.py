@@ -124,7 +124,7 @@ def train(name: str, lightly: bool, rank: int) -> dict[str, Any]:
         torch.randn(2 * batches * BATCH_SIZE, 64), torch.randint(0, 10, (2 * batches * BATCH_SIZE,))
     )
     marks = Marks()
-    profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
+    profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
     with profiler if rank == 0 else contextlib.nullcontext():
         trainer = pl.Trainer(
             accelerator="cpu",

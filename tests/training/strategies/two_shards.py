@@ -96,7 +96,7 @@ class Peak(pl.Callback):
     """
 
     def __init__(self) -> None:
-        self.profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
+        self.profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
         self.bytes = 0
 
     def setup(self, *_: Any, **__: Any) -> None:
@@ -226,7 +226,7 @@ def one_fails() -> Seen:
 def twice() -> Seen:
     """Two modules with one Trainer, and the second of them once more: it is sharded by then."""
     guard, modules = MemGuard(budget=BUDGET), [module_of(), module_of()]
-    trainer = trainer_of(strategy(2, 1), [guard], 2)
+    trainer = trainer_of(strategy(2, 1), [guard], 2, limit_val_batches=2)
     seen = {}
     for name, module in {"first": modules[0], "second": modules[1], "again": modules[1]}.items():
         module.sizes.clear()
