@@ -84,7 +84,8 @@ HUGGING: dict[str, tuple[tuple[int, int], str, str, dict[str, Any], dict[str, Co
         SERIES),
 }
 for name, (sizes, model, config, options, known) in HUGGING.items():
-    add(f"hf_{name}", "transformers", sizes, lambda m=model, c=config, o=options, k=known: labeled(m, c, o, **k))
+    add(f"hf_{name}", "transformers", sizes, lambda m=model, c=config, o=options, k=known: labeled(m, c, o, **k),
+        8 if name == "autoformer" else 3)  # Autoformer leaves layers out at random: all of them come in some step
 
 
 def detr() -> Run:
