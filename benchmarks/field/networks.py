@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from field.language import IMAGE, LAYERS, SMALL, labeled, loss_of, sentence_encoder, utterances
+from field.language import IMAGE, LAYERS, SMALL, TWICE, labeled, loss_of, sentence_encoder, utterances
 from field.pattern import (
     Net,
     Run,
@@ -662,7 +662,7 @@ def transformer_asr() -> Run:
             **sizes, encoder_module="conformer", attention_type="RelPosMHAXL", normalize_before=True, causal=False)
         return Step(Net(loss, net=network, ctc=nn.Linear(64, 30), head=nn.Linear(64, 30)), lambda n, b: n(b))
 
-    return Run(build, utterances())
+    return Run(build, utterances(), TWICE)
 
 
 def tacotron() -> Run:

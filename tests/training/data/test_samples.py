@@ -7,6 +7,7 @@ import queue
 import tempfile
 import warnings
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, TensorDataset
 
@@ -54,6 +56,22 @@ def test_draws_of_a_loader_in_order_are_batches_that_it_gives() -> None:
     drawn = [[len(each) for each in draws.batch(2, number)] for number in range(5)]
     assert drawn[0] == [9, 3]
     assert all(each in ([1, 2], [9, 3], [4, 5], [8, 6]) for each in drawn)
+
+
+@pytest.mark.parametrize("fake", [True, False])
+def test_memory_of_the_datasets_own_is_known_in_a_batch(monkeypatch: pytest.MonkeyPatch, fake: bool) -> None:
+    """Images of different sizes come as they are, in a list; labels are stacked."""
+    monkeypatch.setattr("lightning_memguard.training.data.draws.in_child", lambda: True)
+
+    def together(items: list[tuple[torch.Tensor, int]]) -> tuple[list[torch.Tensor], torch.Tensor]:
+        return [image for image, _ in items], torch.tensor([label for _, label in items])
+
+    pairs: Any = [(torch.ones(2 + i), i) for i in range(4)]
+    batches = draw(DataLoader(pairs, batch_size=2, collate_fn=together)).batches
+    with FakeTensorMode(allow_non_fake_inputs=True) if fake else nullcontext():
+        images, labels = replace(batches, draw=1).fake(2) if fake else batches.real(2, torch.device("cpu"))
+        held = replace(batches, draw=int(fake)).held((images, labels), 2, fake=fake)
+    assert [*map(id, held)] == [*map(id, images)]
 
 
 def lengths_of_largest(loader: Any, size: int, weights: tuple[float, float], steps: int | None) -> list[int]:
