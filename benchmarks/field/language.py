@@ -293,9 +293,6 @@ def x_clip() -> Run:
 # Speech --------------------------------------------------------------------------------------------------------------
 
 
-TWICE = {"max_epochs": 2}  # the longest utterance is in the first batch, before an optimizer has states
-
-
 def utterances(features: int = 40, longest: int = 80) -> Any:
     lengths = torch.randint(longest // 2, longest + 1, (64,)).tolist()
     lengths[0] = longest
@@ -322,7 +319,7 @@ def conformer_ctc() -> Run:
         return F.ctc_loss(scores.transpose(0, 1), batch[2], lengths, batch[3])
 
     network = lambda: Net(recognize, net=Conformer(40, 4, 64, 2, 15), head=nn.Linear(40, 30))  # noqa: E731
-    return Run(lambda: Step(network(), loss), utterances(), TWICE)
+    return Run(lambda: Step(network(), loss), utterances())
 
 
 @pattern("speechbrain", sizes=(4, 8))

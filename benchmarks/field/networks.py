@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from field.language import IMAGE, LAYERS, SMALL, TWICE, labeled, loss_of, sentence_encoder, utterances
+from field.language import IMAGE, LAYERS, SMALL, labeled, loss_of, sentence_encoder, utterances
 from field.pattern import (
     Net,
     Run,
@@ -84,8 +84,7 @@ HUGGING: dict[str, tuple[tuple[int, int], str, str, dict[str, Any], dict[str, Co
         SERIES),
 }
 for name, (sizes, model, config, options, known) in HUGGING.items():
-    add(f"hf_{name}", "transformers", sizes, lambda m=model, c=config, o=options, k=known: labeled(m, c, o, **k),
-        8 if name == "autoformer" else 3)  # Autoformer leaves layers out at random: all of them come in some step
+    add(f"hf_{name}", "transformers", sizes, lambda m=model, c=config, o=options, k=known: labeled(m, c, o, **k))
 
 
 def detr() -> Run:
@@ -662,7 +661,7 @@ def transformer_asr() -> Run:
             **sizes, encoder_module="conformer", attention_type="RelPosMHAXL", normalize_before=True, causal=False)
         return Step(Net(loss, net=network, ctc=nn.Linear(64, 30), head=nn.Linear(64, 30)), lambda n, b: n(b))
 
-    return Run(build, utterances(), TWICE)
+    return Run(build, utterances())
 
 
 def tacotron() -> Run:
