@@ -45,10 +45,12 @@ class Draws(Protocol):
     Attributes:
         multiple: batch sizes are multiples of this.
         stay: whether a batch may hold tensors whose memory is the dataset's own.
+        is_whole: whether they are of all samples, in the order in which each epoch has them.
     """
 
     multiple: int
     stay: bool = False
+    is_whole: bool = False
 
     def has(self, batch_size: int) -> bool:
         """Whether there are batches of this size."""

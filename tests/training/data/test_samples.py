@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import queue
+import re
 import tempfile
 import warnings
 from collections.abc import Iterator
@@ -103,7 +104,8 @@ def test_the_largest_batch_of_a_loader_that_does_not_shuffle_is_known() -> None:
     assert lengths_of_largest(loader, 4, (0.0, 1.0), None) == [15, 15, 15]
 
 
-def test_uneven_samples_are_predicted_with_the_range_of_epochs() -> None:
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_uneven_samples_are_predicted_with_the_range_of_epochs(shuffle: bool) -> None:
     """A step whose memory goes with its samples' lengths and with the square of the longest."""
 
     def step(model: nn.Module, items: list[torch.Tensor]) -> torch.Tensor:
@@ -112,14 +114,18 @@ def test_uneven_samples_are_predicted_with_the_range_of_epochs() -> None:
         return rows.sum() + (rows[:1] * torch.ones(len(items), longest * longest)).exp().sum()
 
     torch.manual_seed(0)
-    loader = DataLoader(of_lengths(*range(10, 60)), batch_size=4, shuffle=True, collate_fn=lambda items: items)
+    loader = DataLoader(of_lengths(*range(10, 60)), batch_size=4, shuffle=shuffle, collate_fn=lambda items: items)
     batches, none = draw(loader).batches, lambda parameters: torch.optim.SGD(parameters, lr=0.1)
     program = LoopProgram(nn.Linear(1, 1), batches, step, none, torch.device("cpu"))
     found = predict(program, 4, AllocatorSettings.for_device("cpu", {})).footprint_at(4)
-    assert (found.method, found.notes[0].split(",")[0]) == (
+    assert (found.method, re.split("[,;]", found.notes[0])[0]) == (
         "fake",
         "samples differ in size: predicted for the largest batch of an epoch",
     )
+    assert ("drawn at random" in found.notes[0]) == shuffle
+    if not shuffle:
+        assert found.lowest == found.highest
+        return
     assert found.low is not None
     assert found.high is not None
     assert found.low.allocated_bytes < found.peak_allocated_bytes < found.high.allocated_bytes
