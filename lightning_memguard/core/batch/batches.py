@@ -44,9 +44,13 @@ class Draws(Protocol):
 
     Attributes:
         multiple: batch sizes are multiples of this.
+        stay: whether a batch may hold tensors whose memory is the dataset's own.
+        is_whole: whether they are of all samples, in the order in which each epoch has them.
     """
 
     multiple: int
+    stay: bool = False
+    is_whole: bool = False
 
     def has(self, batch_size: int) -> bool:
         """Whether there are batches of this size."""
@@ -164,9 +168,13 @@ class Batches:
                 return self.draws.largest_of_epoch(batch_size, self.epoch)
             return self.draws.batch(batch_size, self.draw)
 
-    def held(self, batch: object) -> list[torch.Tensor]:
-        """Tensors of a batch whose memory is the dataset's own."""
-        return self.draws.held(batch) if self.draws else []
+    def held(self, batch: object, batch_size: int, *, fake: bool) -> list[torch.Tensor]:
+        """Tensors of a batch whose memory is the dataset's own; of a fake one, where a real one has such tensors."""
+        if self.draws is None or not (self.draws.stay and self.has_draws(batch_size)):
+            return []
+        real = self.drawn(batch_size) if fake else batch
+        own = set(map(id, self.draws.held(real)))
+        return [mine for mine, theirs in zip(tensors_in(batch), tensors_in(real), strict=False) if id(theirs) in own]
 
     def real(self, batch_size: int, device: torch.device) -> Any:
         """A batch of real tensors: one of samples that were drawn, at a place in the draw.

@@ -637,10 +637,13 @@ def _uneven(stretched: Prediction, batch_size: int) -> Prediction | None:
             return None
         weights = _weights(stretched, batch_size, numbers)
         variants = tuple(Variant(1 + place, epoch=Epoch(place, weights)) for place in (0, EPOCHS // 2, EPOCHS - 1))
-        what = f"an epoch, and the range is of {EPOCHS} epochs" if any(weights) else f"{len(_UNEVEN_DRAWS)}"
+        what = f"{len(_UNEVEN_DRAWS)} drawn"
+        if any(weights):
+            whole = all(each.draws and each.draws.is_whole for each in stretched.program.families)
+            what = "an epoch" if whole else f"an epoch, and the range is of {EPOCHS} epochs drawn at random"
         note = (
-            f"samples differ in size: predicted for the largest batch of {what}, drawn at random; one of the largest "
-            f"sample alone would be {times:.1f} times as large"
+            f"samples differ in size: predicted for the largest batch of {what}; one of the largest sample alone would "
+            f"be {times:.1f} times as large"
         )
         found = _by_variants(stretched, variants if any(weights) else tuple(map(Variant, numbers)), note)
         found.trace_at(batch_size)

@@ -156,6 +156,11 @@ class ArrangedDraws(Draws):
     each: Sequence[Draws]
     multiple: int
 
+    @property
+    def stay(self) -> bool:  # type: ignore[override]
+        """Whether one of them may hold the dataset's own tensors."""
+        return any(draws.stay for draws in self.each)
+
     @override
     def has(self, batch_size: int) -> bool:
         return all(draws.has(batch_size) for draws in self.each)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import multiprocessing
 import queue
+import re
 import tempfile
 import warnings
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +19,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, TensorDataset
 
@@ -56,6 +59,22 @@ def test_draws_of_a_loader_in_order_are_batches_that_it_gives() -> None:
     assert all(each in ([1, 2], [9, 3], [4, 5], [8, 6]) for each in drawn)
 
 
+@pytest.mark.parametrize("fake", [True, False])
+def test_memory_of_the_datasets_own_is_known_in_a_batch(monkeypatch: pytest.MonkeyPatch, fake: bool) -> None:
+    """Images of different sizes come as they are, in a list; labels are stacked."""
+    monkeypatch.setattr("lightning_memguard.training.data.draws.in_child", lambda: True)
+
+    def together(items: list[tuple[torch.Tensor, int]]) -> tuple[list[torch.Tensor], torch.Tensor]:
+        return [image for image, _ in items], torch.tensor([label for _, label in items])
+
+    pairs: Any = [(torch.ones(2 + i), i) for i in range(4)]
+    batches = draw(DataLoader(pairs, batch_size=2, collate_fn=together)).batches
+    with FakeTensorMode(allow_non_fake_inputs=True) if fake else nullcontext():
+        images, labels = replace(batches, draw=1).fake(2) if fake else batches.real(2, torch.device("cpu"))
+        held = replace(batches, draw=int(fake)).held((images, labels), 2, fake=fake)
+    assert [*map(id, held)] == [*map(id, images)]
+
+
 def lengths_of_largest(loader: Any, size: int, weights: tuple[float, float], steps: int | None) -> list[int]:
     """Return the sum of the lengths in the largest batch of the least, the middle and the largest of the epochs."""
     draws = draw(loader).batches.draws
@@ -85,7 +104,8 @@ def test_the_largest_batch_of_a_loader_that_does_not_shuffle_is_known() -> None:
     assert lengths_of_largest(loader, 4, (0.0, 1.0), None) == [15, 15, 15]
 
 
-def test_uneven_samples_are_predicted_with_the_range_of_epochs() -> None:
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_uneven_samples_are_predicted_with_the_range_of_epochs(shuffle: bool) -> None:
     """A step whose memory goes with its samples' lengths and with the square of the longest."""
 
     def step(model: nn.Module, items: list[torch.Tensor]) -> torch.Tensor:
@@ -94,14 +114,18 @@ def test_uneven_samples_are_predicted_with_the_range_of_epochs() -> None:
         return rows.sum() + (rows[:1] * torch.ones(len(items), longest * longest)).exp().sum()
 
     torch.manual_seed(0)
-    loader = DataLoader(of_lengths(*range(10, 60)), batch_size=4, shuffle=True, collate_fn=lambda items: items)
+    loader = DataLoader(of_lengths(*range(10, 60)), batch_size=4, shuffle=shuffle, collate_fn=lambda items: items)
     batches, none = draw(loader).batches, lambda parameters: torch.optim.SGD(parameters, lr=0.1)
     program = LoopProgram(nn.Linear(1, 1), batches, step, none, torch.device("cpu"))
     found = predict(program, 4, AllocatorSettings.for_device("cpu", {})).footprint_at(4)
-    assert (found.method, found.notes[0].split(",")[0]) == (
+    assert (found.method, re.split("[,;]", found.notes[0])[0]) == (
         "fake",
         "samples differ in size: predicted for the largest batch of an epoch",
     )
+    assert ("drawn at random" in found.notes[0]) == shuffle
+    if not shuffle:
+        assert found.lowest == found.highest
+        return
     assert found.low is not None
     assert found.high is not None
     assert found.low.allocated_bytes < found.peak_allocated_bytes < found.high.allocated_bytes
