@@ -24,7 +24,6 @@ ROOMS = {
         "compare",
         "alternatives",
         "replay",
-        "retries",
         "timeline",
         "snapshot",
         "seconds",

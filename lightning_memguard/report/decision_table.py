@@ -12,7 +12,7 @@ from rich.table import Table
 from lightning_memguard.core.decision.decision import Budget, Decision, HostUse, LimitedBy
 from lightning_memguard.core.decision.record import EpochRecord
 from lightning_memguard.core.replay.footprint import Footprint
-from lightning_memguard.core.replay.retries import Retries
+from lightning_memguard.core.replay.replay import Retries
 from lightning_memguard.report.words import (
     at_size,
     batch_sizes,

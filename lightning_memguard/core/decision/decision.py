@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lightning_memguard.core.replay.footprint import Footprint
-from lightning_memguard.core.replay.retries import Retries
+from lightning_memguard.core.replay.replay import Retries
 from lightning_memguard.core.shown import Shown
 from lightning_memguard.core.trace.kept import Kept, RunsOut
 from lightning_memguard.core.trace.scratch import up

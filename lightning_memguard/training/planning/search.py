@@ -11,7 +11,7 @@ from itertools import count, takewhile
 from lightning_memguard.core.capture.predict import Prediction, StepFailsError
 from lightning_memguard.core.decision.decision import Budget, Decision, LimitedBy, Request, decide
 from lightning_memguard.core.replay.footprint import Footprint
-from lightning_memguard.core.replay.retries import retries_within
+from lightning_memguard.core.replay.replay import retries_within
 from lightning_memguard.errors import DoesNotFitError
 
 Refusal = Callable[[int], "LimitedBy | None"]
