@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_memguard.core.batch.nesting import is_dense
 from lightning_memguard.core.capture.counters import Counters, Due
 from lightning_memguard.core.capture.kernel_scratch import KernelScratch
-from lightning_memguard.core.capture.naming import written_path
+from lightning_memguard.core.capture.naming import line_that_checks, written_path
 from lightning_memguard.core.capture.storages import Storages, plain_tensors
 from lightning_memguard.core.capture.work import work_of
 from lightning_memguard.core.foreign import aten as _aten
@@ -35,6 +35,7 @@ from lightning_memguard.core.isolation.pool import beat
 from lightning_memguard.core.simulation import (
     asked,
     compiled,
+    constants,
     cudnn_rnn,
     fake,
     fake_cuda,
@@ -96,6 +97,7 @@ class Recorder(Storages, TorchDispatchMode):
         self.worst_case, self.compiled = worst_case, compiled
         self.counters = Counters(due, active=not compiled)
         self.assumptions: dict[str, None] = {}
+        self._checks: dict[str, None] = {}  # lines
         self._value_sizes, self.reads = ValueSizes(shares), Reads(answers)
         self._scratch = KernelScratch(self, kernel_target)
         self.ran_backward = False
@@ -142,6 +144,10 @@ class Recorder(Storages, TorchDispatchMode):
         self.assumptions[note] = None
         if one_rank.ranks_here() > 1:
             self.assumptions[_COMPILED_SHARDS] = None
+
+    def note_check(self) -> None:
+        """Note that a check of values is assumed to find nothing wrong, if it is the user's own."""
+        self._checks[line_that_checks()] = None
 
     # -- called by torch
 
@@ -309,10 +315,16 @@ class Recorder(Storages, TorchDispatchMode):
             span._replace(start=span.start + later, end=span.end + later) if span.start >= held_at else span
             for span in spans
         )
-        assumed, shares = (*notes, *self.assumptions), self._value_sizes.noted
+        assumed, shares = (*notes, *self.assumptions, *self._checked()), self._value_sizes.noted
         read = batch_size, self.device_type, method, events, assumed, kernels, spans, self._batch, held_at, shares
         answers = self.reads.noted if NOTE in self.assumptions else ()
         return Trace(*read, kept=self.kept, work=self._work_of_step(), answers=answers)
+
+    def _checked(self) -> Iterator[str]:
+        lines = [line for line in self._checks if line]
+        if lines:
+            places = ", ".join(lines[:_LISTED]) + (" and others" if len(lines) > _LISTED else "")
+            yield f"checks of values are assumed to find no error, NaN or infinity: {places}"
 
     def _note_work(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: object) -> None:
         noted = None if self.phase == "setup" else self._work_noted(updates=self.phase == "optimizer")
@@ -341,6 +353,7 @@ class Recorder(Storages, TorchDispatchMode):
 
 
 _NOTED_STEPS = 2
+_LISTED = 3  # lines of checks
 
 _AUTOTUNED = (
     "max-autotune chooses kernels by their speed: predicted with those of the default mode, and at most with one more "
@@ -470,6 +483,7 @@ def watching(recorder: Recorder, module: nn.Module) -> Iterator[None]:
             exits.enter_context(compiled.compiling(recorder.note_autotuning))
         else:
             exits.enter_context(compiled.noting(recorder.note_uncompiled))
+            exits.enter_context(patched(constants, note_check=recorder.note_check))
             exits.enter_context(patched(torch, get_rng_state=_watched(recorder, torch.get_rng_state)))
             exits.enter_context(one_rank.watched(recorder.note_resized, recorder.paused))
             exits.enter_context(paths_mode)
