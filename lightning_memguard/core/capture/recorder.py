@@ -102,7 +102,8 @@ class Recorder(Storages, TorchDispatchMode):
         self._scratch = KernelScratch(self, kernel_target)
         self.ran_backward = False
         self.kept: tuple[Kept, ...] = ()
-        self._work: dict[tuple[int, bool], list[Work]] = {}  # by batch, and whether the optimizer runs it
+        self._work: dict[bool, tuple[int, list[Work]]] = {}  # in which step; by whether the optimizer runs it
+        self._first_steps: dict[bool, int] = {}
         self.in_linear: int | None = None  # while it runs, the first block that it may have made
         self._below_autograd = False
         self._first_of_node = 0  # the first block that the node of the backward pass that runs now may have made
@@ -334,11 +335,10 @@ class Recorder(Storages, TorchDispatchMode):
             noted += [work._replace(updates=self.phase == "optimizer")] if work else []
 
     def _work_noted(self, *, updates: bool) -> list[Work] | None:
-        """Where to note what is computed now: in the first two batches, or optimizer steps."""
-        known = [step for step, is_update in self._work if is_update == updates]
-        if self.step not in known and len(known) == _NOTED_STEPS:
-            return None
-        return self._work.setdefault((self.step, updates), [])
+        """Where to note what is computed now: in the second batch, or optimizer step, as the first ones make states."""
+        first = self._first_steps.setdefault(updates, self.step)
+        noted = self._work.setdefault(updates, (self.step, [])) if self.step != first else None
+        return noted[1] if noted and noted[0] == self.step else None
 
     def note_sent(self, nbytes: int) -> None:
         """Note what a strategy sends to the other ranks once a step, if no operator of torch does."""
@@ -347,12 +347,10 @@ class Recorder(Storages, TorchDispatchMode):
             noted.append(Work(COMMUNICATION, 0, nbytes, updates=True))
 
     def _work_of_step(self) -> tuple[Work, ...]:
-        """Return the work of a batch and an optimizer step, the last noted: the first ones also make states."""
-        by_kind = {updates: work for (_, updates), work in sorted(self._work.items())}
-        return tuple(itertools.chain.from_iterable(by_kind.values()))
+        """Return the work of a batch, then of an optimizer step."""
+        return tuple(itertools.chain.from_iterable(work for _, (_, work) in sorted(self._work.items())))
 
 
-_NOTED_STEPS = 2
 _LISTED = 3  # lines of checks
 
 _AUTOTUNED = (
