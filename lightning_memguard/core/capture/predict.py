@@ -315,7 +315,7 @@ class Prediction:
         found = footprint(trace.holding(self.held), self.settings, self.context_bytes)
         return replace(found, timing=self._timing(trace.work)) if trace.work else found
 
-    def _timing(self, work: tuple[Work, ...]) -> Timing:
+    def _timing(self, work: Sequence[Work]) -> Timing:
         """Return how the step is timed; ``work`` is that of a batch as written."""
         speed = partial(speed_here, self.program.gpu)
         return Timing(work, speed, self.program.batches_per_step or 1, compiled=self.compiles)

@@ -26,12 +26,13 @@ from torch.utils._pytree import tree_leaves
 from lightning_memguard.core.capture.counters import Counters, Due
 from lightning_memguard.core.capture.holders import unregistered_tensors
 from lightning_memguard.core.capture.kernel_scratch import KernelScratch, asked_bytes
-from lightning_memguard.core.capture.storages import Storages, plain_tensors, written_path
+from lightning_memguard.core.capture.storages import Storages, line_that_checks, plain_tensors, written_path
 from lightning_memguard.core.capture.work import work_of
 from lightning_memguard.core.foreign import aten, find, patched
 from lightning_memguard.core.isolation.pool import beat
 from lightning_memguard.core.simulation import (
     compiled,
+    constants,
     cudnn_rnn,
     fake,
     fake_cuda,
@@ -90,11 +91,13 @@ class Recorder(Storages, TorchDispatchMode):
         self.worst_case, self.compiled = worst_case, compiled
         self.counters = Counters(due, active=not compiled)
         self.assumptions: dict[str, None] = {}
+        self._checks: dict[str, None] = {}  # lines
         self._value_sizes, self.reads = ValueSizes(shares), Reads(answers)
         self._scratch = KernelScratch(self, kernel_target)
         self.ran_backward = False
         self.kept: tuple[Kept, ...] = ()
-        self._work: dict[tuple[int, bool], list[Work]] = {}  # by batch, and whether the optimizer runs it
+        self._work: dict[bool, tuple[int, list[Work]]] = {}  # in which step; by whether the optimizer runs it
+        self._first_steps: dict[bool, int] = {}
         self.in_linear: int | None = None  # while it runs, the first block that it may have made
         self._below_autograd = False
         self._first_of_node = 0  # the first block that the node of the backward pass that runs now may have made
@@ -132,6 +135,10 @@ class Recorder(Storages, TorchDispatchMode):
         self.assumptions[note] = None
         if one_rank.ranks_here() > 1:
             self.assumptions[_COMPILED_SHARDS] = None
+
+    def note_check(self) -> None:
+        """Note that a check of values is assumed to find nothing wrong, if it is the user's own."""
+        self._checks[line_that_checks()] = None
 
     # -- called by torch
 
@@ -297,13 +304,18 @@ class Recorder(Storages, TorchDispatchMode):
             span._replace(start=span.start + later, end=span.end + later) if span.start >= held_at else span
             for span in spans
         )
-        assumed, shares = (*notes, *self.assumptions), self._value_sizes.noted
+        assumed, shares = (*notes, *self.assumptions, *self._checked()), self._value_sizes.noted
         read = batch_size, self.device_type, method, events, assumed, kernels, spans, self._batch, held_at, shares
         answers = self.reads.noted if NOTE in self.assumptions else ()
-        # The work of a batch and an optimizer step, the last noted: the first ones also make states.
-        last = {updates: work for (_, updates), work in sorted(self._work.items())}
-        work = tuple(itertools.chain.from_iterable(last.values()))
+        # The work of a batch, then of an optimizer step.
+        work = tuple(itertools.chain.from_iterable(noted for _, (_, noted) in sorted(self._work.items())))
         return Trace(*read, kept=self.kept, work=work, answers=answers)
+
+    def _checked(self) -> Iterator[str]:
+        lines = [line for line in self._checks if line]
+        if lines:
+            places = ", ".join(lines[:_LISTED]) + (" and others" if len(lines) > _LISTED else "")
+            yield f"checks of values are assumed to find no error, NaN or infinity: {places}"
 
     def _note_work(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: object) -> None:
         noted = None if self.phase == "setup" else self._work_noted(updates=self.phase == "optimizer")
@@ -313,11 +325,10 @@ class Recorder(Storages, TorchDispatchMode):
             noted += [work._replace(updates=self.phase == "optimizer")] if work else []
 
     def _work_noted(self, *, updates: bool) -> list[Work] | None:
-        """Where to note what is computed now: in the first two batches, or optimizer steps."""
-        known = [step for step, is_update in self._work if is_update == updates]
-        if self.step not in known and len(known) == _NOTED_STEPS:
-            return None
-        return self._work.setdefault((self.step, updates), [])
+        """Where to note what is computed now: in the second batch, or optimizer step, as the first ones make states."""
+        first = self._first_steps.setdefault(updates, self.step)
+        noted = self._work.setdefault(updates, (self.step, [])) if self.step != first else None
+        return noted[1] if noted and noted[0] == self.step else None
 
     def note_sent(self, nbytes: int) -> None:
         """Note what a strategy sends to the other ranks once a step, if no operator of torch does."""
@@ -326,7 +337,7 @@ class Recorder(Storages, TorchDispatchMode):
             noted.append(Work(COMMUNICATION, 0, nbytes, updates=True))
 
 
-_NOTED_STEPS = 2
+_LISTED = 3  # lines of checks
 
 _AUTOTUNED = (
     "max-autotune chooses kernels by their speed: predicted with those of the default mode, and at most with one more "
@@ -452,6 +463,7 @@ def watching(recorder: Recorder, module: nn.Module) -> Iterator[None]:
             exits.enter_context(compiled.compiling(recorder.note_autotuning))
         else:
             exits.enter_context(compiled.noting(recorder.note_uncompiled))
+            exits.enter_context(patched(constants, note_check=recorder.note_check))
             exits.enter_context(patched(torch, get_rng_state=_watched(recorder, torch.get_rng_state)))
             exits.enter_context(one_rank.watched(recorder.note_resized, recorder.paused))
             exits.enter_context(paths_mode)

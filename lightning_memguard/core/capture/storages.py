@@ -279,6 +279,19 @@ def _is_of_the_model(name: str) -> bool:
     return name.partition(".")[0] not in _NOT_THE_MODEL
 
 
+def line_that_checks() -> str:
+    """The line that asks for values now, as ``file:line``; empty if it belongs to a library."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and (name := str(frame.f_globals.get("__name__", ""))).startswith(_MACHINERY):
+        frame = frame.f_back
+    own = frame is not None and _is_of_the_model(name) and "site-packages" not in frame.f_code.co_filename
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame and own else ""
+
+
+# Between a line and the answer to it.
+_MACHINERY = ("lightning_memguard.", "torch._ops", "torch._subclasses", "torch._compile", "torch.utils.")
+
+
 def line_behind(error: BaseException) -> str:
     """The innermost line of the model's own code in an error's traceback, as ``file:line``; empty if there is none."""
     for frame, lineno in reversed(list(traceback.walk_tb(error.__traceback__))):

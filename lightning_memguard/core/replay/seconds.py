@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import bisect
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -67,7 +67,7 @@ class Timing:
         compiled: whether torch.compile fuses operators of ``work``.
     """
 
-    work: tuple[Work, ...]
+    work: Sequence[Work]
     speed: Callable[[], Speed | None]
     batches_per_step: int = 1
     compiled: bool = False

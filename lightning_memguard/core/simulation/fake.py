@@ -34,6 +34,7 @@ from lightning_memguard.core.batch.known_values import KnownValues
 from lightning_memguard.core.batch.nesting import is_dense
 from lightning_memguard.core.foreign import added, find, patched
 from lightning_memguard.core.foreign import aten as _aten
+from lightning_memguard.core.simulation import constants
 from lightning_memguard.core.simulation.constants import KnownFakeMode, known_value
 from lightning_memguard.errors import CannotTraceError
 
@@ -98,7 +99,10 @@ def _valid_answer() -> bool | None:
     frame = sys._getframe(2)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("lightning_memguard."):
         frame = frame.f_back
-    return _answer_that_goes_on(frame.f_code, frame.f_lasti)
+    answer = _answer_that_goes_on(frame.f_code, frame.f_lasti)
+    if answer is not None:
+        constants.note_check()
+    return answer
 
 
 @functools.cache

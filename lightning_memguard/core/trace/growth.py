@@ -17,7 +17,7 @@ from math import ceil
 
 from lightning_memguard.core.trace.scratch import Scratch
 from lightning_memguard.core.trace.trace import CASES, Event, Kernel, ScratchSpan, Trace, moments_of, scratch_events
-from lightning_memguard.core.trace.work import Group, Work, groups_of, work_at
+from lightning_memguard.core.trace.work import Group, WorkAt, groups_of
 from lightning_memguard.errors import CannotTraceError
 
 _Coefficients = tuple[Fraction, ...]  # c[0] + c[1] n + c[2] n^2
@@ -64,11 +64,9 @@ class Growth:
             event = events[position]
             events[position] = Event(event.action, event.block, nbytes, *event[3:])
         if not self.kernels:
-            return replace(self.template, batch_size=batch_size, events=tuple(events), work=self._work(batch_size))
+            work = WorkAt(self.work, self.sizes, batch_size)
+            return replace(self.template, batch_size=batch_size, events=tuple(events), work=work)
         return self._with_scratch(batch_size, events)
-
-    def _work(self, batch_size: int) -> tuple[Work, ...]:
-        return work_at(self.work, self.sizes, batch_size)
 
     def _with_scratch(self, batch_size: int, events: list[Event]) -> Trace:
         grown = {index: self._kernel(index, batch_size) for index in set(self.same)}
@@ -93,7 +91,7 @@ class Growth:
             events=tuple(written),
             kernels=tuple(grown[first] for first in self.same),
             scratch_spans=tuple(scratch_spans),
-            work=self._work(batch_size),
+            work=WorkAt(self.work, self.sizes, batch_size),
         )
 
     def _kernel(self, index: int, batch_size: int) -> Kernel:
@@ -173,7 +171,7 @@ def extrapolate(traces: Sequence[Trace], batch_size: int) -> Trace:
             by_case = zip(CASES, sorted((likely, other, likely)), strict=True)
             events += [event._replace(nbytes=nbytes, case=case) for case, nbytes in by_case]
     pair = [trace for trace in (smaller, largest) if trace]
-    work = work_at(groups_of([trace.work for trace in pair]), [trace.batch_size for trace in pair], batch_size)
+    work = WorkAt(groups_of([trace.work for trace in pair]), [trace.batch_size for trace in pair], batch_size)
     made = replace(largest, batch_size=batch_size, events=tuple(events), kernels=(), scratch_spans=(), batch=None)
     return replace(made, seconds=0.0, work=work)
 

@@ -135,7 +135,7 @@ class Trace:
     shares: Shares = field(default=(), compare=False)
     seconds: float = field(default=0.0, compare=False)
     kept: tuple[Kept, ...] = field(default=(), compare=False)
-    work: tuple[Work, ...] = field(default=(), compare=False, repr=False)
+    work: Sequence[Work] = field(default=(), compare=False, repr=False)
     recurs: bool = field(default=False, compare=False)
     answers: Answers = field(default=(), compare=False, repr=False)
 

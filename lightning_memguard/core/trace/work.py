@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 COMMUNICATION = "communication"
 CONVOLUTION = " convolution"  # after a number format
@@ -49,20 +51,38 @@ def groups_of(works: Sequence[Sequence[Work]]) -> tuple[Group, ...]:
     return tuple(Counter(zip(*(works if len(outlines) == 1 else works[-1:]), strict=True)).items())
 
 
-def work_at(groups: Sequence[Group], sizes: Sequence[int], batch_size: int) -> tuple[Work, ...]:
-    """The calls at another batch size: on the line or square through the captured ones.
+@dataclass(frozen=True)
+class WorkAt(Sequence[Work]):
+    """The calls at another batch size, worked out when they are read: on the line or square through the captured ones.
 
     A call that is known at one size alone grows in proportion, but for the optimizer's.
     """
-    return tuple(
-        last._replace(
-            flops=_at([each.flops for each in calls], sizes, batch_size, fixed=last.updates),
-            nbytes=_at([each.nbytes for each in calls], sizes, batch_size, fixed=last.updates),
-            calls=times,
+
+    groups: Sequence[Group]
+    sizes: Sequence[int]
+    batch_size: int
+
+    def __len__(self) -> int:
+        return len(self.groups)
+
+    def __getitem__(self, place: Any) -> Any:
+        return self._calls[place]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return tuple, (self._calls,)
+
+    @functools.cached_property
+    def _calls(self) -> tuple[Work, ...]:
+        at = functools.partial(_at, sizes=self.sizes, batch_size=self.batch_size)
+        return tuple(
+            last._replace(
+                flops=at([each.flops for each in calls], fixed=last.updates),
+                nbytes=at([each.nbytes for each in calls], fixed=last.updates),
+                calls=times,
+            )
+            for calls, times in self.groups
+            for last in calls[-1:]
         )
-        for calls, times in groups
-        for last in calls[-1:]
-    )
 
 
 def _at(values: Sequence[float], sizes: Sequence[int], batch_size: int, *, fixed: bool) -> float:

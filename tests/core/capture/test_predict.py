@@ -174,6 +174,9 @@ def refuses(x: torch.Tensor) -> torch.Tensor:
         raise ValueError
     if torch.isnan(x).any():
         warnings.warn("a value is NaN", stacklevel=1)
+    if torch.isinf(x.sum()):
+        return x * 0
+    torch.distributions.Normal(x, x.exp())  # which checks its arguments
     return x
 
 
@@ -188,7 +191,13 @@ def may_refuse_or_double(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(("reads", "method"), [(refuses, "fake"), (may_refuse_or_double, "real")])
 def test_what_a_step_only_refuses_needs_no_values(reads, method):
     """A training goes on where its arguments are valid."""
-    assert predicted(lambda model, x: plain(model, reads(x))).method == method
+    prediction = predicted(lambda model, x: plain(model, reads(x)))
+    assert prediction.method == method
+    if method == "fake":
+        (note,) = prediction.footprint_at(4).notes
+        first = refuses.__code__.co_firstlineno
+        lines = ", ".join(f"{__file__}:{first + line}" for line in (1, 3, 5))
+        assert note == f"checks of values are assumed to find no error, NaN or infinity: {lines} and others"
 
 
 def test_the_worst_case_of_a_mask_is_what_a_mask_of_ones_really_takes():
