@@ -8,9 +8,7 @@ a Trainer under PyTorch's profiler. Recomputed: the step's FLOPs beyond those of
 """
 
 import itertools
-import logging
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -26,9 +24,7 @@ from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.training.planning.remedies import Remedy, families_for
 from lightning_memguard.training.planning.subject import program_of, subject_of
 from lightning_memguard.training.planning.target import target_of
-from shared.truth import memory_events, peak_of
-
-QUIET = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+from shared.truth import QUIET, memory_events, peak_of, quieten
 
 
 def flops(footprint: Footprint) -> float:
@@ -103,8 +99,7 @@ def rows(make: Callable[[], tuple[Net, list[torch.Tensor]]]) -> Iterator[tuple[s
 
 
 def main() -> None:
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    warnings.simplefilter("ignore")
+    quieten()
     print("| model | budget | checkpointed | by replay | by the profiler | recomputed |")
     print("| --- | --- | --- | ---: | ---: | ---: |")
     for name in sys.argv[1:] or ["resnet50", "gpt2"]:
