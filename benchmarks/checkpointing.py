@@ -15,7 +15,6 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memguard.core.capture.predict import predict
@@ -24,7 +23,7 @@ from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.training.planning.remedies import Remedy, families_for
 from lightning_memguard.training.planning.subject import program_of, subject_of
 from lightning_memguard.training.planning.target import target_of
-from shared.truth import QUIET, memory_events, peak_of, quieten
+from shared.truth import QUIET, peak_of, profiled, quieten
 
 
 def flops(footprint: Footprint) -> float:
@@ -66,11 +65,13 @@ def measured(make: Callable[[], tuple[Net, list[torch.Tensor]]], changes: tuple[
     """The peak of a real fit of three steps."""
     batch = make()[1]
     loader = DataLoader(TensorDataset(*(each.repeat(3, *[1] * (each.dim() - 1)) for each in batch)), len(batch[0]))
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+
+    def train() -> None:
         module = make()[0]
         module.changes = changes
         pl.Trainer(accelerator="cpu", max_steps=3, **QUIET).fit(module, loader)
-    return peak_of(memory_events(profiler))[1]
+
+    return peak_of(profiled(train))[1]
 
 
 def rows(make: Callable[[], tuple[Net, list[torch.Tensor]]]) -> Iterator[tuple[str, str, Footprint, tuple[Any, ...]]]:

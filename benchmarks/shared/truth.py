@@ -16,7 +16,7 @@ import logging
 import time
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -114,11 +114,7 @@ def measure_here(case: Case, optimizer: str, batch_size: int, steps: int = 3) ->
     batches = steps * case.period
     torch.manual_seed(0)
     dataset = case.dataset(batches * batch_size)
-    profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
-    profiler.start()
-    fit(case, optimizer, DataLoader(dataset, batch_size=batch_size), batches)
-    profiler.stop()
-    events = memory_events(profiler)
+    events = profiled(lambda: fit(case, optimizer, DataLoader(dataset, batch_size=batch_size), batches))
     place, peak_bytes = peak_of(events)
     return Truth(
         *(case.name, optimizer, batch_size, steps, torch.get_num_threads(), peak_bytes),
@@ -142,6 +138,13 @@ def quieten() -> None:
     warnings.filterwarnings("ignore")
     for name in ("pytorch_lightning", "lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def profiled(work: Callable[[], Any]) -> list["MemoryEvent"]:
+    """Work, as the allocator saw it."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+        work()
+    return memory_events(profiler)
 
 
 # Read the profile ----------------------------------------------------------------------------------------------------
