@@ -25,7 +25,7 @@ import torch
 
 from shared.predicted import Predicted, predict_here
 from shared.process import forked
-from shared.truth import Held, Truth, measure_here
+from shared.truth import Truth, measure_here
 from shared.zoo import CASES, Case, case_named
 
 LARGE_ERROR_PERCENT = 0.3
@@ -56,8 +56,7 @@ def predict(case: Case, optimizer: str, size: int, threads: int, budget: int | N
 
 
 def measure(case: Case, optimizer: str, size: int, steps: int, threads: int) -> Truth:
-    found = forked(lambda: asdict(measure_here(case, optimizer, size, steps)), threads)
-    return Truth(**{**found, "held": tuple(Held(**group) for group in found["held"])})
+    return Truth(**forked(lambda: asdict(measure_here(case, optimizer, size, steps)), threads))
 
 
 def compare(case: Case, quick: bool, steps: int, threads: int) -> list[Comparison]:
@@ -103,9 +102,8 @@ def print_large_errors(comparisons: Sequence[Comparison]) -> None:
         print(f"\n{truth.case}, {truth.optimizer}, batch size {truth.batch_size}: {c.error_percent:+.3f} %", end=" ")
         print(f"({missing:+,} bytes measured over predicted), peak measured in {truth.phase} at {truth.operator}")
         parts = [f"{size:>14,} {part}" for part, size in sorted(c.predicted.parts.items(), key=lambda item: -item[1])]
-        held = [f"{group.bytes:>14,} {group.count} x {group.operator}" for group in truth.held[:12]]
         print(f"  {'predicted, by part':<40} measured, by operator")
-        for left, right in itertools.zip_longest(parts, held, fillvalue=""):
+        for left, right in itertools.zip_longest(parts, truth.held[:12], fillvalue=""):
             print(f"  {left:<40} {right}")
 
 

@@ -15,7 +15,7 @@ import gc
 import logging
 import time
 import warnings
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -50,15 +50,6 @@ class MemoryEvent:
 
 
 @dataclass(frozen=True)
-class Held:
-    """Memory that one operator allocated and that was alive at the peak."""
-
-    operator: str
-    count: int
-    bytes: int
-
-
-@dataclass(frozen=True)
 class Truth:
     """The measured peak of one training, and what was alive there."""
 
@@ -70,7 +61,7 @@ class Truth:
     peak_bytes: int
     phase: str
     operator: str  # whose allocation reached the peak
-    held: tuple[Held, ...]  # alive at the peak, the largest first
+    held: Sequence[str]  # alive at the peak, by operator, the largest first
     event_count: int
     miscounted: int  # events after which the replay and the allocator's own counter moved differently; 0 is exact
     wall_seconds: float
@@ -212,14 +203,13 @@ def peak_of(events: Sequence[MemoryEvent]) -> tuple[int, int]:
     return totals.index(peak), peak
 
 
-def held_after(events: Sequence[MemoryEvent]) -> tuple[Held, ...]:
+def held_after(events: Sequence[MemoryEvent]) -> list[str]:
     *_, (_, live) = live_bytes(events)
-    counts: Counter[str] = Counter()
-    sizes: defaultdict[str, int] = defaultdict(int)
+    blocks: defaultdict[str, list[int]] = defaultdict(list)
     for block in live.values():
-        counts[block.operator] += 1
-        sizes[block.operator] += block.bytes
-    return tuple(sorted((Held(each, counts[each], sizes[each]) for each in sizes), key=lambda group: -group.bytes))
+        blocks[block.operator].append(block.bytes)
+    largest = sorted(blocks.items(), key=lambda group: -sum(group[1]))
+    return [f"{sum(sizes):>14,} {len(sizes)} x {operator}" for operator, sizes in largest]
 
 
 def count_disagreements(events: Sequence[MemoryEvent]) -> int:
