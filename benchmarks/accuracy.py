@@ -154,6 +154,16 @@ CEREBRAS = {"n_layer": 10, "n_inner": 3072, "n_positions": 2048, "activation_fun
 # The published loops --------------------------------------------------------------------------------------------------
 
 
+def stepping(forward: Callable[[Any, Any], Any], loss: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    outputs = []
+
+    def step(model: Any, batch: Any) -> Any:
+        outputs[:] = [forward(model, batch)]  # a loop's variable: alive until the next forward pass has run
+        return loss(outputs[0], batch)
+
+    return step
+
+
 def image_loop(row: dict[str, str]) -> tuple[nn.Module, Any, Callable[[Any, Any], Any]]:
     """A torchvision model on CIFAR-10 images, resized to 86 x 86."""
     import torchvision  # here, so that the recordings can be checked without it
@@ -162,28 +172,15 @@ def image_loop(row: dict[str, str]) -> tuple[nn.Module, Any, Callable[[Any, Any]
     model = on_meta(lambda: eval(row["constructor"], names))  # from this repository's own table
     size = int(row["batch"])
     batch = torch.empty(size, 3, 86, 86, device="meta"), torch.empty(size, dtype=torch.long, device="meta")
-    outputs = []
-
-    def step(model: Any, batch: Any) -> Any:
-        outputs[:] = [model(batch[0])]  # a loop's variable: alive until the next forward pass has run
-        return nn.functional.cross_entropy(outputs[0], batch[1])
-
-    return model, batch, step
+    return model, batch, stepping(lambda m, b: m(b[0]), lambda out, b: nn.functional.cross_entropy(out, b[1]))
 
 
 def text_loop(row: dict[str, str]) -> tuple[nn.Module, Any, Callable[[Any, Any], Any]]:
     """A language model of transformers on 128 tokens of wikitext-2; the lengths of the real batches are unknown."""
     model = on_meta(lambda: language_model(row["constructor"]))
     tokens = torch.empty(int(row["batch"]), TOKENS, dtype=torch.long, device="meta")
-    mask = torch.empty_like(tokens)
-    outputs = []
-
-    def step(model: Any, batch: Any) -> Any:
-        tokens, mask = batch
-        outputs[:] = [model(input_ids=tokens, attention_mask=mask, labels=tokens)]
-        return outputs[0].loss
-
-    return model.train(), (tokens, mask), step
+    forward = lambda m, b: m(input_ids=b[0], attention_mask=b[1], labels=b[0])  # noqa: E731
+    return model.train(), (tokens, torch.empty_like(tokens)), stepping(forward, lambda out, _: out.loss)
 
 
 def language_model(name: str) -> nn.Module:

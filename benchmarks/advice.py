@@ -16,12 +16,11 @@ import itertools
 import os
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytorch_lightning as pl
 import torch
-from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader, default_collate
 
 from lightning_memguard.core.capture.predict import Prediction, predict
@@ -30,7 +29,7 @@ from lightning_memguard.core.decision.decision import Budget
 from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.training.planning.advise import try_remedies
 from shared.predicted import program_of
-from shared.truth import fit, live_bytes, memory_events, quieten
+from shared.truth import fit, live_bytes, profiled, quieten
 from shared.zoo import Case, case_named
 
 OPTIMIZER = "adam"
@@ -43,18 +42,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 
 
-@dataclass(frozen=True)
-class Followed:
-    """Advice, and the measured peak of a training that follows it."""
-
-    name: str
-    batch_size: int
-    predicted: int
-    measured: int
-
-    @property
-    def error_percent(self) -> float:
-        return 100 * (self.predicted / self.measured - 1)
+Followed = tuple[str, int, int, int]  # the remedies, the batch size, the predicted and the measured peak
 
 
 def predicted(case: Case, batch_size: int) -> Prediction:
@@ -94,28 +82,26 @@ def follow(case: Case, advice: Advice) -> Followed:
     """Train as advised and measure."""
     size = advice.footprint.batch_size
     measured = measured_bytes(following(case, advice.remedies, advice.how), size)
-    return Followed(" + ".join(advice.remedies), size, advice.footprint.peak_allocated_bytes, measured)
+    return " + ".join(advice.remedies), size, advice.footprint.peak_allocated_bytes, measured
 
 
 def measured_bytes(case: Case, batch_size: int, steps: int = 3) -> int:
     """The peak of a real training, from its first batch on."""
     gc.collect()
     batches = steps * case.period
-    dataset = case.dataset(batches * batch_size)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        fit(case, OPTIMIZER, DataLoader(dataset, batch_size=batch_size), batches)
-    events = memory_events(profiler)
+    loader = DataLoader(case.dataset(batches * batch_size), batch_size=batch_size)
+    events = profiled(lambda: fit(case, OPTIMIZER, loader, batches))
     trains = itertools.dropwhile(lambda pair: pair[0].phase != "forward", zip(events, live_bytes(events), strict=True))
     return max(total for _, (total, _) in trains)
 
 
 def print_table(rows: Sequence[Followed]) -> None:
-    width = max(len(row.name) for row in rows)
+    width = max(len(name) for name, *_ in rows)
+    errors = [100 * (predicted / measured - 1) for *_, predicted, measured in rows]
     print(f"{'remedy':<{width}} {'batch':>5} {'predicted MiB':>13} {'measured MiB':>12} {'error %':>8}")
-    for row in rows:
-        mib = f"{row.predicted / MIB:>13.3f} {row.measured / MIB:>12.3f}"
-        print(f"{row.name:<{width}} {row.batch_size:>5} {mib} {row.error_percent:>+8.3f}")
-    print(f"\n{len(rows)} trainings, worst error {max(abs(row.error_percent) for row in rows):.3f} %")
+    for (name, size, predicted, measured), off in zip(rows, errors, strict=True):
+        print(f"{name:<{width}} {size:>5} {predicted / MIB:>13.3f} {measured / MIB:>12.3f} {off:>+8.3f}")
+    print(f"\n{len(rows)} trainings, worst error {max(map(abs, errors)):.3f} %")
 
 
 def main() -> None:
@@ -129,8 +115,7 @@ def main() -> None:
     prediction = predicted(case, size)
     need = prediction.footprint_at(size).peak_allocated_bytes
     found = try_remedies(prediction, size, Budget(need, int(arguments.budget_share * need), 0, "given")).advice
-    as_it_is = Followed("as it is", size, need, measured_bytes(case, size))
-    print_table([as_it_is, *(follow(case, each) for each in found)])
+    print_table([("as it is", size, need, measured_bytes(case, size)), *(follow(case, each) for each in found)])
 
 
 if __name__ == "__main__":

@@ -8,16 +8,13 @@ a Trainer under PyTorch's profiler. Recomputed: the step's FLOPs beyond those of
 """
 
 import itertools
-import logging
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytorch_lightning as pl
 import torch
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memguard.core.capture.predict import predict
@@ -26,9 +23,7 @@ from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.training.planning.remedies import Remedy, families_for
 from lightning_memguard.training.planning.subject import program_of, subject_of
 from lightning_memguard.training.planning.target import target_of
-from shared.truth import memory_events, peak_of
-
-QUIET = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+from shared.truth import QUIET, peak_of, profiled, quieten
 
 
 def flops(footprint: Footprint) -> float:
@@ -70,11 +65,13 @@ def measured(make: Callable[[], tuple[Net, list[torch.Tensor]]], changes: tuple[
     """The peak of a real fit of three steps."""
     batch = make()[1]
     loader = DataLoader(TensorDataset(*(each.repeat(3, *[1] * (each.dim() - 1)) for each in batch)), len(batch[0]))
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+
+    def train() -> None:
         module = make()[0]
         module.changes = changes
         pl.Trainer(accelerator="cpu", max_steps=3, **QUIET).fit(module, loader)
-    return peak_of(memory_events(profiler))[1]
+
+    return peak_of(profiled(train))[1]
 
 
 def rows(make: Callable[[], tuple[Net, list[torch.Tensor]]]) -> Iterator[tuple[str, str, Footprint, tuple[Any, ...]]]:
@@ -103,8 +100,7 @@ def rows(make: Callable[[], tuple[Net, list[torch.Tensor]]]) -> Iterator[tuple[s
 
 
 def main() -> None:
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    warnings.simplefilter("ignore")
+    quieten()
     print("| model | budget | checkpointed | by replay | by the profiler | recomputed |")
     print("| --- | --- | --- | ---: | ---: | ---: |")
     for name in sys.argv[1:] or ["resnet50", "gpt2"]:

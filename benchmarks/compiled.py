@@ -15,7 +15,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,9 +37,7 @@ GOAL_PERCENT = 0.1
 
 def resnet18() -> nn.Module:
     """ResNet-18 with the first layer that small images are given."""
-    first = (zoo.conv_bn(3, 64), nn.ReLU(), nn.MaxPool2d(2))
-    blocks = zoo.stages(zoo.basic_block, 64, (64, 128, 256, 512), (2, 2, 2, 2))
-    return nn.Sequential(*first, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 10))
+    return zoo.resnet18(zoo.conv_bn(3, 64), nn.ReLU(), nn.MaxPool2d(2))
 
 
 def conv_bn() -> nn.Module:
@@ -162,26 +160,6 @@ def measured(case: Case, size: int) -> dict[str, Any]:
     return {"measured": peak, "measure_seconds": time.perf_counter() - started}
 
 
-@dataclass(frozen=True)
-class Row:
-    """One compiled step, predicted and measured, in bytes."""
-
-    case: str
-    batch_size: int
-    eager: int
-    predicted: int
-    low: int
-    high: int
-    method: str
-    measured: int
-    predict_seconds: float
-    measure_seconds: float
-
-    @property
-    def error_percent(self) -> float:
-        return 100 * (self.predicted / self.measured - 1)
-
-
 def predicted(case: Case, size: int) -> dict[str, Any]:
     batch = case.batch(size)
     predict = partial(estimate, step=loss_of, optimizer=torch.optim.AdamW, device="cpu", precision=case.precision)
@@ -214,21 +192,22 @@ def main() -> None:
     found = []
     for case in CASES if arguments.only is None else [cases[name] for name in arguments.only]:
         for size in case.sizes:
-            both = (forked(partial(each, case, size), torch.get_num_threads()) for each in (predicted, measured))
-            row = Row(case.name, size, **next(both), **next(both))
+            row: dict[str, Any] = {"case": case.name, "batch_size": size}
+            for each in (predicted, measured):
+                row |= forked(partial(each, case, size), torch.get_num_threads())
+            row["error_percent"] = 100 * (row["predicted"] / row["measured"] - 1)
             found.append(row)
-            mib = [value / 2**20 for value in (row.eager, row.predicted, row.measured)]
+            mib = [row[name] / 2**20 for name in ("eager", "predicted", "measured")]
             print(
-                f"{row.case:<12} {row.batch_size:>5} {mib[0]:>10.2f} {mib[1]:>13.2f} {mib[2]:>12.2f} "
-                f"{row.error_percent:>+8.3f} {row.predicted - row.measured:>+9,}  {row.method:<8} "
-                f"{row.predict_seconds:>7.1f} {row.measure_seconds:>5.0f}",
+                f"{case.name:<12} {size:>5} {mib[0]:>10.2f} {mib[1]:>13.2f} {mib[2]:>12.2f} "
+                f"{row['error_percent']:>+8.3f} {row['predicted'] - row['measured']:>+9,}  {row['method']:<8} "
+                f"{row['predict_seconds']:>7.1f} {row['measure_seconds']:>5.0f}",
                 flush=True,
             )
-    within = sum(abs(row.error_percent) <= GOAL_PERCENT for row in found)
+    within = sum(abs(row["error_percent"]) <= GOAL_PERCENT for row in found)
     print(f"\n{within} of {len(found)} within {GOAL_PERCENT} %")
     if arguments.json:
-        rows = [{**asdict(row), "error_percent": row.error_percent} for row in found]
-        Path(arguments.json).write_text(json.dumps(rows, indent=1))
+        Path(arguments.json).write_text(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":

@@ -19,13 +19,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from shared.predicted import Predicted, predict_here
 from shared.process import forked
-from shared.truth import Held, Truth, measure_here
+from shared.truth import Truth, measure_here
 from shared.zoo import CASES, Case, case_named
 
 LARGE_ERROR_PERCENT = 0.3
@@ -48,31 +48,6 @@ class Comparison:
         return 100 * (self.predicted.peak_bytes / self.measured.peak_bytes - 1)
 
 
-@dataclass(frozen=True)
-class Choice:
-    """The batch size chosen for a budget, and the measured peak there and at 10 % more."""
-
-    case: str
-    optimizer: str
-    budget_bytes: int
-    batch_size: int
-    measured_bytes: int
-    larger_batch_size: int  # 10 % more
-    larger_measured_bytes: int
-
-    @property
-    def fits(self) -> bool:
-        return self.measured_bytes <= self.budget_bytes
-
-    @property
-    def larger_fits(self) -> bool:
-        return self.larger_measured_bytes <= self.budget_bytes
-
-    @property
-    def is_tight(self) -> bool:
-        return self.fits and not self.larger_fits
-
-
 # Compare -------------------------------------------------------------------------------------------------------------
 
 
@@ -81,8 +56,7 @@ def predict(case: Case, optimizer: str, size: int, threads: int, budget: int | N
 
 
 def measure(case: Case, optimizer: str, size: int, steps: int, threads: int) -> Truth:
-    found = forked(lambda: asdict(measure_here(case, optimizer, size, steps)), threads)
-    return Truth(**{**found, "held": tuple(Held(**group) for group in found["held"])})
+    return Truth(**forked(lambda: asdict(measure_here(case, optimizer, size, steps)), threads))
 
 
 def compare(case: Case, quick: bool, steps: int, threads: int) -> list[Comparison]:
@@ -128,35 +102,35 @@ def print_large_errors(comparisons: Sequence[Comparison]) -> None:
         print(f"\n{truth.case}, {truth.optimizer}, batch size {truth.batch_size}: {c.error_percent:+.3f} %", end=" ")
         print(f"({missing:+,} bytes measured over predicted), peak measured in {truth.phase} at {truth.operator}")
         parts = [f"{size:>14,} {part}" for part, size in sorted(c.predicted.parts.items(), key=lambda item: -item[1])]
-        held = [f"{group.bytes:>14,} {group.count} x {group.operator}" for group in truth.held[:12]]
         print(f"  {'predicted, by part':<40} measured, by operator")
-        for left, right in itertools.zip_longest(parts, held, fillvalue=""):
+        for left, right in itertools.zip_longest(parts, truth.held[:12], fillvalue=""):
             print(f"  {left:<40} {right}")
 
 
 # Tight ---------------------------------------------------------------------------------------------------------------
 
 
-def choose(case: Case, steps: int, threads: int) -> Choice:
+def choose(case: Case, steps: int, threads: int) -> dict[str, Any]:
     """Let MemGuard choose under a budget, then measure at its choice and at 10 % more."""
-    optimizer = case.optimizers[-1]
-    middle = case.batch_sizes[1]
+    optimizer, middle = case.optimizers[-1], case.batch_sizes[1]
     budget = int(TIGHT_BUDGET * measure(case, optimizer, middle, steps, threads).peak_bytes)
     chosen = predict(case, optimizer, middle, threads, budget).batch_size
-    larger = math.ceil(1.1 * chosen)
-    at_chosen, at_larger = (measure(case, optimizer, size, steps, threads) for size in (chosen, larger))
-    return Choice(case.name, optimizer, budget, chosen, at_chosen.peak_bytes, larger, at_larger.peak_bytes)
+    found = {"case": case.name, "optimizer": optimizer, "budget_bytes": budget, "batch_size": chosen}
+    for name, size in (("", chosen), ("larger_", math.ceil(1.1 * chosen))):
+        measured = measure(case, optimizer, size, steps, threads).peak_bytes
+        found |= {f"{name}batch_size": size, f"{name}measured_bytes": measured, f"{name}fits": measured <= budget}
+    return found
 
 
-def print_choices(choices: Sequence[Choice]) -> None:
+def print_choices(choices: Sequence[dict[str, Any]]) -> None:
     head = f"{'case':<23} {'optimizer':<9} {'budget MiB':>10} {'chosen':>6} {'measured MiB':>12}"
     print(f"{head}  {'':<12} {'10 % more':>9} {'measured MiB':>12}")
     for c in choices:
-        row = f"{c.case:<23} {c.optimizer:<9} {c.budget_bytes / MIB:>10.2f} {c.batch_size:>6}"
-        row += f" {c.measured_bytes / MIB:>12.2f}  {'fits' if c.fits else 'DOES NOT FIT':<12}"
-        row += f" {c.larger_batch_size:>9} {c.larger_measured_bytes / MIB:>12.2f}"
-        print(f"{row}  {'WOULD ALSO FIT' if c.larger_fits else 'would not fit'}")
-    print(f"\n{sum(c.is_tight for c in choices)} of {len(choices)} choices are tight")
+        row = f"{c['case']:<23} {c['optimizer']:<9} {c['budget_bytes'] / MIB:>10.2f} {c['batch_size']:>6}"
+        row += f" {c['measured_bytes'] / MIB:>12.2f}  {'fits' if c['fits'] else 'DOES NOT FIT':<12}"
+        row += f" {c['larger_batch_size']:>9} {c['larger_measured_bytes'] / MIB:>12.2f}"
+        print(f"{row}  {'WOULD ALSO FIT' if c['larger_fits'] else 'would not fit'}")
+    print(f"\n{sum(c['fits'] and not c['larger_fits'] for c in choices)} of {len(choices)} choices are tight")
 
 
 # Run -----------------------------------------------------------------------------------------------------------------
@@ -195,9 +169,8 @@ def main() -> None:
     cases = [case_named(name) for name in names]
     if arguments.tight:
         work = partial(choose, steps=arguments.steps, threads=arguments.threads)
-        choices = for_each(cases, work, arguments.jobs)
-        print_choices(choices)
-        results = [asdict(choice) for choice in choices]
+        results = for_each(cases, work, arguments.jobs)
+        print_choices(results)
     else:
         work = partial(compare, quick=arguments.quick, steps=arguments.steps, threads=arguments.threads)
         comparisons = [comparison for group in for_each(cases, work, arguments.jobs) for comparison in group]

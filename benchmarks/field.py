@@ -36,7 +36,7 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -72,7 +72,7 @@ class Result:
     step_seconds: float = 0.0  # of the training, a step
     measured_at: str = ""
     predicted_at: str = ""
-    notes: tuple[str, ...] = ()
+    notes: Sequence[str] = ()
     error: str = ""  # why it was not predicted
     skipped: str = ""  # why it does not train
 
@@ -147,12 +147,9 @@ class Tuned:
 
 
 def load_patterns() -> dict[str, Any]:
-    from field import pattern
-
     for family in FAMILIES:
-        if (Path(__file__).parent / "field" / f"{family}.py").exists():
-            importlib.import_module(f"field.{family}")
-    return pattern.PATTERNS
+        importlib.import_module(f"field.{family}")
+    return importlib.import_module("field.pattern").PATTERNS
 
 
 def trainer_options(steps: int, run: Any) -> dict[str, Any]:
@@ -274,6 +271,11 @@ def tune(run: Any, batch_size: int, larger: int, steps: int, times: float) -> di
     return {**found, "seconds": round(time.perf_counter() - started, 1)}
 
 
+def keep(path: Path, found: dict[str, Any]) -> None:
+    with path.open("a") as file:
+        file.write(json.dumps(found) + "\n")
+
+
 def work(pattern: Any, arguments: argparse.Namespace, threads: int) -> None:
     """Import a pattern's library and make its data; then measure and predict each size in a fork of its own."""
     import torch
@@ -298,9 +300,8 @@ def work(pattern: Any, arguments: argparse.Namespace, threads: int) -> None:
         if "skipped" not in found:
             answer = in_fork(partial(predict, run, size, steps), threads, arguments.limit)
             found.update(answer if "failed" not in answer else {"error": answer["failed"]})
-        with arguments.json.open("a") as file:
-            file.write(json.dumps(found) + "\n")
-        print(row_of(result_from(json.dumps(found))), flush=True)
+        keep(arguments.json, found)
+        print(row_of(Result(**found)), flush=True)
 
 
 def choose(pattern: Any, arguments: argparse.Namespace, threads: int) -> None:
@@ -319,8 +320,7 @@ def choose(pattern: Any, arguments: argparse.Namespace, threads: int) -> None:
             found.update({"failed": answer["failed"]} if "failed" in answer else {})
     if "failed" in found:
         found["error"] = found.pop("failed")
-    with arguments.json.open("a") as file:
-        file.write(json.dumps(found) + "\n")
+    keep(arguments.json, found)
 
 
 # All of them ---------------------------------------------------------------------------------------------------------
@@ -362,14 +362,9 @@ def run_all(patterns: Sequence[Any], arguments: argparse.Namespace) -> None:
         os.wait()
 
 
-def read(path: Path, names: set[str], record: Callable[[str], Any]) -> list[Any]:
+def read(path: Path, names: set[str], record: type[Any]) -> list[Any]:
     lines = path.read_text().splitlines() if path.exists() else []
-    return [result for line in lines if (result := record(line)).pattern in names]
-
-
-def result_from(line: str) -> Result:
-    fields = json.loads(line)
-    return Result(**{**fields, "notes": tuple(fields.get("notes", ()))})
+    return [result for line in lines if (result := record(**json.loads(line))).pattern in names]
 
 
 COLUMNS = (
@@ -474,7 +469,7 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         arguments.json = arguments.json or Path(folder) / "field.jsonl"
-        record = (lambda line: Tuned(**json.loads(line))) if arguments.tune else result_from
+        record = Tuned if arguments.tune else Result
         known = {r.pattern for r in read(arguments.json, set(patterns), record)}
         if not arguments.show:
             run_all([p for name, p in patterns.items() if name not in known], arguments)

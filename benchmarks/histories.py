@@ -26,7 +26,7 @@ from pathlib import Path
 from lightning_memguard.core.replay.allocator import Allocator
 from lightning_memguard.core.replay.history import History, Replaying, read_histories
 from lightning_memguard.errors import MemGuardError
-from shared.as_recorded import replay_as_recorded
+from shared.as_recorded import Differences, replay_as_recorded
 
 
 @dataclass(frozen=True)
@@ -34,15 +34,17 @@ class Replayed:
     """One history, and how its replays compare with it."""
 
     name: str
-    history: History
-    allocations: int
-    other_addresses: int
-    segments: int
-    other_segments: int
-    releases: int
-    other_releases: int
+    found: Differences
     recorded_reserved_bytes: int
     own_reserved_bytes: int
+
+    @property
+    def counts(self) -> tuple[tuple[int, int], ...]:
+        """Allocations, segments and releases, and how many of them are others than recorded."""
+        found = self.found
+        segments, releases = found.segments + found.other_segments, found.releases + found.other_releases
+        pairs = (found.allocations, found.other_addresses), (segments, found.other_segments)
+        return *pairs, (releases, found.other_releases)
 
     @property
     def reserved_error(self) -> float:
@@ -65,29 +67,21 @@ def histories_in(folder: Path) -> Iterator[tuple[str, History]]:
 def replayed(name: str, history: History) -> Replayed:
     found, own = replay_as_recorded(history)[1], Replaying(history, Allocator(history.settings))
     own.asks_again_at = None
-    return Replayed(
-        *(name, history, found.allocations, found.other_addresses),
-        *(found.segments + found.other_segments, found.other_segments),
-        *(found.releases + found.other_releases, found.other_releases),
-        *(max(history.reserved_bytes), own.run().peak_reserved_bytes),
-    )
+    return Replayed(name, found, max(history.reserved_bytes), own.run().peak_reserved_bytes)
 
 
 def print_replays(rows: list[Replayed]) -> None:
     width = max(len(row.name) for row in rows)
     print(f"{'history':{width}}  allocations  other  segments  other  releases  other  peak reserved  replayed")
     for row in rows:
-        print(
-            f"{row.name:{width}}  {row.allocations:>11,}  {row.other_addresses:>5,}  {row.segments:>8,}  "
-            f"{row.other_segments:>5,}  {row.releases:>8,}  {row.other_releases:>5,}  "
-            f"{row.recorded_reserved_bytes / 2**20:>9,.0f} MiB  {row.reserved_error:+8.2%}"
+        cells = "".join(
+            f"  {all_:>{size},}  {other:>5,}" for size, (all_, other) in zip((11, 8, 8), row.counts, strict=True)
         )
+        reserved = f"{row.recorded_reserved_bytes / 2**20:>9,.0f} MiB  {row.reserved_error:+8.2%}"
+        print(f"{row.name:{width}}{cells}  {reserved}")
     equal = sum(row.own_reserved_bytes == row.recorded_reserved_bytes for row in rows)
-    compared = (("allocations", "other_addresses"), ("segments", "other_segments"), ("releases", "other_releases"))
-    totals = [sum(getattr(row, name) for row in rows) for name, _ in compared]
-    same = [
-        total - sum(getattr(row, other) for row in rows) for total, (_, other) in zip(totals, compared, strict=True)
-    ]
+    totals, others = ([sum(row.counts[kind][place] for row in rows) for kind in range(3)] for place in (0, 1))
+    same = [total - other for total, other in zip(totals, others, strict=True)]
     print(
         f"\n{len(rows)} histories: {same[0]:,} of {totals[0]:,} allocations at the recorded address, {same[1]:,} of "
         f"{totals[1]:,} segments and {same[2]:,} of {totals[2]:,} releases as recorded; "

@@ -30,13 +30,12 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import Subset
 
 from sharded import _allocations
-from shared.truth import quieten
+from shared.truth import QUIET, quieten
 
 MIB = 1 << 20
 PUBLISHED_MIB = 36.73e9 / MIB
 SMALL = {"dim": 256, "n_layers": 4, "n_heads": 8, "vocab_size": 1000}
 SAMPLES, LENGTH, STEPS = 8, 128, 3
-QUIET = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
 
 
 def example(folder: str, kind: str, small: bool) -> Any:

@@ -26,7 +26,6 @@ import os
 import re
 import sys
 import tempfile
-import time
 import warnings
 from collections import Counter
 from collections.abc import Sequence
@@ -388,7 +387,7 @@ def equality(options: argparse.Namespace) -> bool:
     for program, precision in [(each, name) for each in chosen for name in each.precisions]:
         if options.precision and precision[:2] != options.precision:
             continue
-        began, verdict = time.monotonic(), examine(program, precision, options)
+        verdict = examine(program, precision, options)
         totals[program.label, verdict.outcome] += 1
         if verdict.outcome == "equal":
             worst[precision] = max(worst.get(precision, 0), verdict.largest)
@@ -396,17 +395,14 @@ def equality(options: argparse.Namespace) -> bool:
         if not allowed(program.label, verdict.outcome, options.truth):
             mark = "   <-- NOT AS IT MUST BE"
             wrong.append(f"{program.name} ({precision[:4]}): must be {program.label}, is {words}")
-        if mark or not options.wrong:
-            seconds = f"  {time.monotonic() - began:.1f} s" if options.seconds else ""
-            counted = f"{verdict.raised:6} {verdict.rescued:7}"
-            row = f"{program.name:28} {program.label:8} {precision[:7]:7} {counted}  {words}{seconds}{mark}"
-            print(row, flush=True)
+        counted = f"{verdict.raised:6} {verdict.rescued:7}"
+        print(f"{program.name:28} {program.label:8} {precision[:7]:7} {counted}  {words}{mark}", flush=True)
         gc.collect()
     print(f"\n{sum(totals.values())} trainings of {len({*PROGRAMS})} programs")
     for label, outcome in sorted(totals):
         print(f"  must be {label:8} {outcome:8} {totals[label, outcome]:4}")
     print(f"largest difference of the equal ones: {', '.join(f'{p} {value:.1e}' for p, value in worst.items())}")
-    if wrong and not options.wrong:
+    if wrong:
         print(*(f"not as it must be: {each}" for each in wrong), sep="\n")
     return controls(options) and not wrong
 
@@ -452,8 +448,6 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=STEPS, help=f"optimizer steps, up to {STEPS}")
     parser.add_argument("--precision", choices=("32", "64", "bf"), help="only this one")
     parser.add_argument("--truth", action="store_true", help="no rescue: train each program twice without failures")
-    parser.add_argument("--wrong", action="store_true", help="print only rows that are not as they must be")
-    parser.add_argument("--seconds", action="store_true", help="print how long each took")
     ways = parser.add_mutually_exclusive_group()
     ways.add_argument("--direct", dest="how", action="store_const", const="direct", help="the rescue alone (default)")
     ways.add_argument("--guard", dest="how", action="store_const", const="guard", help="with MemGuard(on_oom=None)")

@@ -57,9 +57,7 @@ class Module(pl.LightningModule):
 
 def resnet18() -> nn.Module:
     """ResNet-18 with group norm: batch norm's statistics are another step's in parts."""
-    stem = (zoo.conv_bn(3, 64, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, 1))
-    blocks = zoo.stages(zoo.basic_block, 64, (64, 128, 256, 512), (2, 2, 2, 2))
-    net = nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 10))
+    net = zoo.resnet18(zoo.conv_bn(3, 64, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, 1))
     for path, norm in list(net.named_modules()):
         if isinstance(norm, nn.BatchNorm2d):
             net.set_submodule(path, nn.GroupNorm(8, norm.num_features))

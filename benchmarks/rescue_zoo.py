@@ -280,12 +280,9 @@ def work(subject: Pattern, arguments: argparse.Namespace, threads: int) -> None:
     limit = arguments.limit * (2 / 3 if subject.name.startswith("field:") else 1)
     found = in_fork(partial(examine, subject, arguments.truth, arguments.double, limit), threads, 4 * limit)
     if "failed" in found:
-        found = {
-            "outcome": "too slow" if "it took more than" in found["failed"] else "skipped",
-            "reason": found["failed"],
-        }
-    with arguments.json.open("a") as file:
-        file.write(json.dumps({"name": subject.name, **found}) + "\n")
+        outcome = "too slow" if "it took more than" in found["failed"] else "skipped"
+        found = {"outcome": outcome, "reason": found["failed"]}
+    field_script.keep(arguments.json, {"name": subject.name, **found})
     print(line_of(Row(subject.name, **found)), flush=True)
 
 
@@ -311,9 +308,8 @@ def print_summary(rows: Sequence[Row]) -> None:
     if again:
         ratios = sorted(row.seconds / row.whole_seconds for row in again)
         worst = ", ".join(f"{kind} {max(row.differences[i] for row in again):.0e}" for i, kind in enumerate(KINDS))
-        print(
-            f"done again: {statistics.median(ratios):.1f} whole steps (median), {ratios[-1]:.1f} at most; off: {worst}"
-        )
+        median = f"{statistics.median(ratios):.1f} whole steps (median)"
+        print(f"done again: {median}, {ratios[-1]:.1f} at most; off: {worst}")
 
 
 def main() -> None:

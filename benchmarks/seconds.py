@@ -170,14 +170,13 @@ def models() -> dict[str, tuple[Any, Any, tuple[int, ...]]]:
     def language(network: nn.Module) -> nn.Module:
         return nn.Sequential(network, Mean())
 
-    words, small = (4, 8, 16, 32, 64), (4, 8, 16, 32, 48)
+    def rows(features: int) -> Any:
+        return lambda n: (torch.randn(n, features), torch.randint(10, (n,)))
+
+    words, small, large = (4, 8, 16, 32, 64), (4, 8, 16, 32, 48), (16, 64, 256, 512, 1024)
     return {
-        "mlp": (zoo.mlp(), lambda n: (torch.randn(n, 512), torch.randint(10, (n,))), (16, 64, 256, 512, 1024)),
-        "deep mlp": (
-            zoo.mlp(256, 512, 12),
-            lambda n: (torch.randn(n, 256), torch.randint(10, (n,))),
-            (16, 64, 256, 512, 1024),
-        ),
+        "mlp": (zoo.mlp(), rows(512), large),
+        "deep mlp": (zoo.mlp(256, 512, 12), rows(256), large),
         "cnn": (zoo.cnn(), pictures(32), words),
         "resnet": (zoo.resnet_small(), pictures(48), small),
         "unet": (nn.Sequential(zoo.UNet(classes=10), Mean()), pictures(48), small),

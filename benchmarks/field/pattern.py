@@ -8,6 +8,7 @@ downloaded: weights and data are random, the structure is the library's own.
 import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -105,16 +106,8 @@ MakeOptimizer = Callable[[Iterable[nn.Parameter]], Any]
 Loss = Callable[[nn.Module, Any], Tensor]
 
 
-def adam(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.Adam(parameters, lr=1e-4)
-
-
-def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=1e-3, momentum=0.9)
-
-
-def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-4)
+adam, adamw = (partial(cls, lr=1e-4) for cls in (torch.optim.Adam, torch.optim.AdamW))
+sgd = partial(torch.optim.SGD, lr=1e-3, momentum=0.9)
 
 
 class Step(pl.LightningModule):

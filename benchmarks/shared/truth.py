@@ -19,7 +19,7 @@ import time
 import tracemalloc
 import warnings
 import weakref
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -58,15 +58,6 @@ class MemoryEvent:
 
 
 @dataclass(frozen=True)
-class Held:
-    """Memory that one operator allocated and that was alive at the peak."""
-
-    operator: str
-    count: int
-    bytes: int
-
-
-@dataclass(frozen=True)
 class Truth:
     """The measured peak of one training, and what was alive there."""
 
@@ -78,7 +69,7 @@ class Truth:
     peak_bytes: int
     phase: str
     operator: str  # whose allocation reached the peak
-    held: tuple[Held, ...]  # alive at the peak, the largest first
+    held: Sequence[str]  # alive at the peak, by operator, the largest first
     event_count: int
     miscounted: int  # events after which the replay and the allocator's own counter moved differently; 0 is exact
     wall_seconds: float
@@ -122,11 +113,7 @@ def measure_here(case: Case, optimizer: str, batch_size: int, steps: int = 3) ->
     batches = steps * case.period
     torch.manual_seed(0)
     dataset = case.dataset(batches * batch_size)
-    profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-    profiler.start()
-    fit(case, optimizer, DataLoader(dataset, batch_size=batch_size), batches)
-    profiler.stop()
-    events = memory_events(profiler)
+    events = profiled(lambda: fit(case, optimizer, DataLoader(dataset, batch_size=batch_size), batches))
     place, peak_bytes = peak_of(events)
     return Truth(
         *(case.name, optimizer, batch_size, steps, torch.get_num_threads(), peak_bytes),
@@ -184,6 +171,13 @@ def counting_arrays() -> Iterator[None]:
             patches.enter_context(mock.patch.object(torch, name, marking(getattr(torch, name))))
         yield
     tracemalloc.stop()
+
+
+def profiled(work: Callable[[], Any]) -> list["MemoryEvent"]:
+    """Work, as the allocator saw it."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+        work()
+    return memory_events(profiler)
 
 
 # Read the profile ----------------------------------------------------------------------------------------------------
@@ -255,14 +249,13 @@ def peak_of(events: Sequence[MemoryEvent]) -> tuple[int, int]:
     return totals.index(peak), peak
 
 
-def held_after(events: Sequence[MemoryEvent]) -> tuple[Held, ...]:
+def held_after(events: Sequence[MemoryEvent]) -> list[str]:
     *_, (_, live) = live_bytes(events)
-    counts: Counter[str] = Counter()
-    sizes: defaultdict[str, int] = defaultdict(int)
+    blocks: defaultdict[str, list[int]] = defaultdict(list)
     for block in live.values():
-        counts[block.operator] += 1
-        sizes[block.operator] += block.bytes
-    return tuple(sorted((Held(each, counts[each], sizes[each]) for each in sizes), key=lambda group: -group.bytes))
+        blocks[block.operator].append(block.bytes)
+    largest = sorted(blocks.items(), key=lambda group: -sum(group[1]))
+    return [f"{sum(sizes):>14,} {len(sizes)} x {operator}" for operator, sizes in largest]
 
 
 def count_disagreements(events: Sequence[MemoryEvent]) -> int:

@@ -6,7 +6,7 @@ Every case is plain torch and synthetic data, needs no download, and steps in we
 `python benchmarks/cpu_truth.py --list` prints the cases with their parameters.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -172,27 +172,28 @@ def bottleneck(into: int, out: int, stride: int) -> nn.Module:
     return Residual(nn.Sequential(*first, conv_bn(inner, out, 1)), into, out, stride)
 
 
-def stages(
-    block: Callable[[int, int, int], nn.Module], in_channels: int, widths: tuple[int, ...], depths: tuple[int, ...]
-) -> list[nn.Module]:
+def resnet(
+    stem: Iterable[nn.Module], block: Any, into: int, widths: Sequence[int], depths: Sequence[int], classes=CLASSES
+) -> nn.Sequential:
     blocks = []
     for position, (width, depth) in enumerate(zip(widths, depths, strict=True)):
         for index in range(depth):
-            blocks.append(block(in_channels, width, 2 if index == 0 and position > 0 else 1))
-            in_channels = width
-    return blocks
+            blocks.append(block(into, width, 2 if index == 0 and position > 0 else 1))
+            into = width
+    return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(into, classes))
 
 
 def resnet_small() -> nn.Module:
-    stem = (conv_bn(3, 32), nn.ReLU(inplace=True))
-    blocks = stages(basic_block, 32, (32, 64, 128, 256), (1, 1, 1, 1))
-    return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(256, CLASSES))
+    return resnet((conv_bn(3, 32), nn.ReLU(inplace=True)), basic_block, 32, (32, 64, 128, 256), (1, 1, 1, 1))
+
+
+def resnet18(*stem: nn.Module) -> nn.Module:
+    return resnet(stem, basic_block, 64, (64, 128, 256, 512), (2, 2, 2, 2))
 
 
 def resnet50() -> nn.Module:
     stem = (conv_bn(3, 64, 7, 2), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, padding=1))
-    blocks = stages(bottleneck, 64, (256, 512, 1024, 2048), (3, 4, 6, 3))
-    return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2048, 1000))
+    return resnet(stem, bottleneck, 64, (256, 512, 1024, 2048), (3, 4, 6, 3), 1000)
 
 
 def double_conv(in_channels: int, out_channels: int) -> nn.Sequential:
