@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import itertools
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
@@ -35,18 +36,23 @@ class Source:
     """One loader, as the run would use it.
 
     Attributes:
-        loader: a loader like the run's; not to be iterated.
+        held: the loader alone, or nothing while the run makes its own.
         batch_size: samples per batch; 0 if it has no such setting.
         fixed_because: why the batch size cannot be changed; empty if it can.
         ranks: how many the Trainer will spread its samples over.
         end: how many samples a stream without a length has, if its end was reached.
     """
 
-    loader: Iterable[Any]
+    held: list[Iterable[Any]]
     batch_size: int
     fixed_because: str = ""
     ranks: int = 1
     end: int | None = None
+
+    @property
+    def loader(self) -> Iterable[Any]:
+        """A loader like the run's; not to be iterated."""
+        return self.held[0]
 
     @functools.cached_property
     def dataset_size(self) -> int | None:
@@ -110,6 +116,17 @@ class LoaderInfo:
         """Return the data with the length of streams whose end was reached."""
         known = zip(self.sources, ends, strict=True)
         return replace(self, sources=tuple(replace(source, end=end) for source, end in known))
+
+    def let_go(self) -> None:
+        """Let go of the loaders: a hook may be about to make them again, with all the data that they hold."""
+        self.combined.flattened = [None] * len(self.sources)
+        for source in self.sources:
+            source.held.clear()
+
+    def adopt(self, info: LoaderInfo) -> None:
+        """Hold the loaders that the run has made, be they as many or not."""
+        for source, made in zip(self.sources, itertools.cycle(info.sources)):
+            source.held[:] = made.held
 
     @property
     def mode(self) -> str:
@@ -211,7 +228,7 @@ def source_of(loader: Iterable[Any], origin: str, ranks: int = 1, *, recreated: 
     """Read one loader; Lightning divides its samples among ``ranks``, or recreates it for another reason."""
     with preserve_state(loader):
         fixed, size = resizing.why_fixed(loader, origin, recreated=recreated), resizing.batch_size_setting(loader)
-        return Source(loader, size, fixed, ranks if isinstance(loader, DataLoader) else 1)
+        return Source([loader], size, fixed, ranks if isinstance(loader, DataLoader) else 1)
 
 
 def largest_for(facts: RunFacts, info: LoaderInfo) -> int | None:
@@ -302,27 +319,40 @@ def leaves_one(info: LoaderInfo, batch_size: int) -> bool:
     return any(rest(source, info.size_of(source, batch_size)) == 1 for source in sources)
 
 
-def rewrite_loaders(trainer: Trainer, facts: RunFacts, role: Role, batch_size: Callable[[], int]) -> Callable[[], None]:
+def rewrite_loaders(
+    trainer: Trainer, facts: RunFacts, known: LoaderInfo, batch_size: Callable[[], int] | None
+) -> Callable[[], None]:
     """Make a run take batches of another size; ``batch_size`` is asked for it whenever the loaders are made.
+
+    ``known`` are the loaders as they were read at setup, which are let go of; without ``batch_size``, that is all.
 
     Returns:
         A function that gives the Trainer its own data source back, for when the run is over.
     """
 
     def change(make_loaders: Callable[[], object]) -> object:
-        size, loaders = batch_size(), make_loaders()
-        try:
-            info = info_of(facts, loaders, "the loader", role)
-            sized = [(source.loader, info.size_of(source, size)) for source in info.sources]
-            resized = [resizing.resize(loader, own_size, info.fixed_because) for loader, own_size in sized]
-        except Exception as error:  # noqa: BLE001 - a hook may now give others, which are trained with as they are
-            warn(f"MemGuard left the {role} loader as it is: {error}", stacklevel=1)
-            return loaders
-        combined = info.combined
-        combined.flattened = resized
-        return combined if isinstance(loaders, type(combined)) else loader_access.arrange(combined, resized)
+        size = batch_size() if batch_size else 0
+        known.let_go()
+        return _resize_all(facts, make_loaders(), known, size)
 
-    return loader_access.intercept_loaders(trainer, role, change)
+    return loader_access.intercept_loaders(trainer, known.role, change)
+
+
+def _resize_all(facts: RunFacts, loaders: object, known: LoaderInfo, batch_size: int) -> object:
+    """The loaders at a size, if one is given; unchanged if a hook now gives others, that cannot be resized."""
+    try:
+        info = info_of(facts, loaders, "the loader", known.role)
+        known.adopt(info)
+        if not batch_size:
+            return loaders
+        sized = [(source.loader, info.size_of(source, batch_size)) for source in info.sources]
+        resized = [resizing.resize(loader, size, info.fixed_because) for loader, size in sized]
+    except Exception as error:  # noqa: BLE001 - what the user's hook gave is trained with as it is
+        if batch_size:
+            warn(f"MemGuard left the {known.role} loader as it is: {error}", stacklevel=1)
+        return loaders
+    info.combined.flattened = resized
+    return info.combined if isinstance(loaders, type(info.combined)) else loader_access.arrange(info.combined, resized)
 
 
 def loaders_at(facts: RunFacts, known: LoaderInfo, role: Role, batch_size: int) -> object:

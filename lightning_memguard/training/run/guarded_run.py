@@ -116,15 +116,19 @@ class GuardedRun:
     def apply(self) -> None:
         """Apply the decision to the run; its loaders are made later, and may be made several times."""
         profile = self.tuning.profile
-        if profile is None or self.settings.mode != "tune":
+        if profile is None:
             return
-        if profile.request.free_to_choose:
-            rewrite = partial(rewrite_loaders, self.trainer, profile.facts)
-            self._undo.append(rewrite(self.tuning.role, self._batch_size))
-            validation = profile.run.validation_info
-            if validation is not None and not validation.fixed_because:
-                own_size = validation.batch_size
-                self._undo.append(rewrite("val", lambda: self.decision.validation_batch_size or own_size))
+        tunes, validation = self.settings.mode == "tune", profile.run.validation_info
+        free = tunes and profile.request.free_to_choose
+        rewrite = partial(rewrite_loaders, self.trainer, profile.facts)
+        self._undo.append(rewrite(profile.loader_info, self._batch_size if free else None))
+        if validation is not None:
+            own_size = validation.batch_size
+            follows = free and not validation.fixed_because
+            size = (lambda: self.decision.validation_batch_size or own_size) if follows else None
+            self._undo.append(rewrite(validation, size))
+        if not tunes:
+            return
         if self.decision.would_overrun(KEPT_FREED_RATIO):
             self._undo.append(return_freed_memory(self.device))
             self._trim = Trimmer() if self.device.type == "cpu" else None

@@ -141,6 +141,39 @@ def test_a_hook_with_a_size_of_its_own_is_resized(trainer: Any) -> None:
     assert sizes_seen(module) == [30, 30, 30, 30]
 
 
+class Locked(TensorDataset):
+    """Cannot be open twice, as LMDB cannot."""
+
+    is_open = False
+
+    def __init__(self) -> None:
+        super().__init__(torch.randn(60, 16), torch.randint(0, 4, (60,)))
+        assert not Locked.is_open
+        Locked.is_open = True
+
+    def __del__(self) -> None:
+        Locked.is_open = False
+
+
+class Opening(pl.LightningDataModule):
+    """Opens its data in the hooks."""
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(Locked(), 4, shuffle=True)
+
+
+@pytest.mark.parametrize("settings", [{"max_batch_size": 20}, {"max_batch_size": 4}, {"mode": "check"}])
+def test_what_a_hook_made_for_us_is_gone_before_the_run_makes_its_own(
+    trainer: Any, settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Locked, "is_open", False)
+    module, guard = Sized(), MemGuard(**settings)
+    trainer(guard).fit(module, datamodule=Opening())
+    assert guard.decision is not None
+    assert guard.decision.footprint is not None
+    assert sizes_seen(module)[:2] == [settings.get("max_batch_size", 4)] * 2
+
+
 class Layers(Sized):
     """Is built in configure_model."""
 
