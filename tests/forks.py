@@ -6,12 +6,10 @@ Not from the process that runs the tests: after some of them autograd refuses to
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import multiprocessing
 import os
 import runpy
 import socket
-import subprocess
 import sys
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -45,17 +43,10 @@ def _run(rank: int, world: dict[str, str], work: Callable[..., None], folder: Pa
     work(rank, folder)
 
 
-def run_script(script: Path, folder: Path, *options: str, shared_memory: str = "") -> str:
-    """What a script prints in a folder, in a process that has imported torch and Lightning before; it must succeed.
-
-    Args:
-        script: the file.
-        folder: the current folder.
-        options: of the script.
-        shared_memory: the size of a ``/dev/shm`` of its own, in the words of ``mount``.
-    """
+def run_script(script: Path, folder: Path, *options: str) -> str:
+    """What a script prints in a folder, in a process that has imported torch and Lightning before; it must succeed."""
     shown = folder.with_name(f"{folder.name}.txt")
-    process = CONTEXT.Process(target=_run_script, args=(script, folder, shown, options, shared_memory))
+    process = CONTEXT.Process(target=_run_script, args=(script, folder, shown, options))
     process.start()
     process.join(600)
     text = shown.read_text(encoding="utf-8")
@@ -63,28 +54,16 @@ def run_script(script: Path, folder: Path, *options: str, shared_memory: str = "
     return text
 
 
-def _run_script(script: Path, folder: Path, shown: Path, options: tuple[str, ...], shared_memory: str) -> None:
+def _run_script(script: Path, folder: Path, shown: Path, options: tuple[str, ...]) -> None:
     os.chdir(folder)
     os.environ["COLUMNS"] = "160"  # no wrapped sentences
     with shown.open("wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     torch.set_num_threads(1)
-    if shared_memory:
-        _limit_shared_memory(shared_memory)
     sys.argv = [str(script), *options]
     sys.path.insert(0, str(script.parent))
     runpy.run_path(str(script), run_name="__main__")
-
-
-def _limit_shared_memory(size: str) -> None:
-    """As ``unshare -Urm`` does, and ``mount``."""
-    maps = {"setgroups": "deny", "uid_map": f"0 {os.getuid()} 1", "gid_map": f"0 {os.getgid()} 1"}
-    new_user, new_mounts = 0x10000000, 0x00020000  # linux/sched.h
-    assert ctypes.CDLL(None).unshare(new_user | new_mounts) == 0
-    for name, text in maps.items():
-        Path(f"/proc/self/{name}").write_text(text)
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", "/dev/shm"], check=True)
 
 
 def run_all(scenarios: dict[str, Callable[[], Any]], in_children: Collection[str]) -> dict[str, Any]:

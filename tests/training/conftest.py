@@ -53,8 +53,10 @@ IN_CHILDREN = {
     *("test_nothing_touched.py", "test_kept_budget.py", "test_host.py", "test_tune.py", "test_workers.py"),
     *("test_layouts_of_ranks.py", "test_samples.py"),
     "test_a_plain_loader_is_trained_at_the_chosen_size",
+    "test_nothing_is_said_meanwhile",
     "test_operators_that_collate_on_many_threads_do_not_stop_a_child",
     "test_the_speed_of_this_machine_is_measured_in_a_child_on_all_threads",
+    "test_what_the_copy_does_is_not_seen",
 }
 
 

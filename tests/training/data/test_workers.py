@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_memguard import Decision, MemGuard
 from lightning_memguard.core.device.host import MemoryInfo
 from lightning_memguard.training.data import workers
-from tests.forks import run_script
 
 PAGE = 4096
 
@@ -187,8 +186,13 @@ print("trained", guard.decision.batch_size, guard.decision.limited_by)
 )
 def test_no_worker_dies_where_docker_gives_little(tmp_path: Path) -> None:
     """Under 16 MiB, 1,000 samples in one batch end a worker with a bus error."""
-    mount = ["unshare", "-Urm", "mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", "/dev/shm"]
-    if subprocess.run(mount, check=False, capture_output=True).returncode:
+    mount = "mount -t tmpfs -o size=16m tmpfs /dev/shm"
+    if subprocess.run(["unshare", "-m", "sh", "-c", mount], check=False, capture_output=True).returncode:
         pytest.skip("this machine gives a process no mounts of its own")
-    (script := tmp_path / "program.py").write_text(PROGRAM)
-    assert "trained 64 shared_memory" in run_script(script, tmp_path, shared_memory="16m")
+    (tmp_path / "program.py").write_text(PROGRAM)
+    done = subprocess.run(
+        ["unshare", "-m", "sh", "-c", f"{mount}; exec {sys.executable} program.py"],
+        capture_output=True, text=True, check=False, cwd=tmp_path, timeout=300,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])},
+    )  # fmt: skip
+    assert "trained 64 shared_memory" in done.stdout, done.stderr[-2000:]

@@ -20,7 +20,6 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from lightning_memguard import MemGuard
 from lightning_memguard.training.run import aftermath, guarded_run
 from lightning_memguard.units import KIB, MIB
-from tests.forks import run_script
 
 notes_there = pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions take notes since Python 3.11")
 
@@ -307,13 +306,16 @@ def test_a_worker_that_ran_out_of_shared_memory_is_explained(trainer: Any) -> No
 
 
 @notes_there
-def test_a_small_shared_memory_is_explained(tmp_path: Path) -> None:
-    mount = ["unshare", "-Urm", "mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", "/dev/shm"]
-    if not shutil.which("unshare") or subprocess.run(mount, capture_output=True, check=False).returncode:
+def test_a_small_shared_memory_is_explained() -> None:
+    here = str(Path(__file__).parent)
+    program = f"import sys; sys.path[:0] = [{here!r}]; import test_batch_monitor; test_batch_monitor.in_small_memory()"
+    mount = ["unshare", "-Urm", "sh", "-c", 'mount -t tmpfs -o size=6m tmpfs /dev/shm && exec "$@"', "sh"]
+    if not shutil.which("unshare") or subprocess.run([*mount, "true"], capture_output=True, check=False).returncode:
         pytest.skip("needs a /dev/shm of its own")
-    (script := tmp_path / "program.py").write_text(f"import {__name__} as tests; tests.in_small_memory()")
-    said = run_script(script, tmp_path, shared_memory="6m")
-    assert "A worker of the loader ran out of /dev/shm, which has 6.0 MiB in all." in said
+    done = subprocess.run(
+        [*mount, sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=600
+    )
+    assert "A worker of the loader ran out of /dev/shm, which has 6.0 MiB in all." in done.stdout, done.stderr
 
 
 def in_small_memory() -> None:
