@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from lightning_memguard.core.batch.batches import batches_from_one
+from lightning_memguard.core.capture import recorder as recorders
 from lightning_memguard.core.capture.predict import predict
 from lightning_memguard.core.capture.program import LoopProgram
 from lightning_memguard.core.capture.recorder import Recorder, watching
@@ -24,6 +25,14 @@ def works_of(run, *tensors):
         if out.requires_grad:
             out.backward(torch.ones_like(out))
     return recorder.trace(1, "real").work
+
+
+def test_work_is_noted_in_the_second_batch_alone(monkeypatch):
+    """The first makes states, and looking at an operator takes time."""
+    noted = list[object]()
+    monkeypatch.setattr(recorders, "work_of", lambda func, *_, **__: noted.append(func))
+    works_of(torch.neg, torch.ones(2))
+    assert noted == [torch.ops.aten.neg.default]
 
 
 def products_of(run, *tensors):
