@@ -241,6 +241,8 @@ def largest_for(facts: RunFacts, info: LoaderInfo) -> int | None:
     most = info.dataset_size
     if most is None or not info.batch_size or info.fixed_because:
         return most
+    if len(info.sources) > 1:
+        most = max(most, info.batch_size)  # a loader with fewer samples does not make the others' batches smaller
     limit, interval, needed = facts.limits[info.role], facts.val_check_interval, 1
     if info.role == "train" and isinstance(interval, int) and facts.check_val_every_n_epoch is not None:
         needed = interval if facts.limits["val"] > 0 else 1

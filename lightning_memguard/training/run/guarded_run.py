@@ -139,7 +139,7 @@ class GuardedRun:
         """Set the batch size and accumulation that schedules and loggers read."""
         decision = self.decision
         if decision.outcome == "tuned" or self._sized:
-            undo = set_batch_size(self.module, self.trainer.datamodule, decision.batch_size)  # type: ignore[attr-defined]
+            undo = set_batch_size(self.module, self.trainer.datamodule, self._size_to_set)  # type: ignore[attr-defined]
             self._undo.append(undo)
             self._sized = True
         profile = self.tuning.profile
@@ -164,7 +164,13 @@ class GuardedRun:
         reason = attempt(self._recheck).reason
         if reason:
             self._warn(f"MemGuard could not count what other callbacks hold: {reason}")
-        return self.decision.batch_size
+        return self._size_to_set
+
+    @property
+    def _size_to_set(self) -> int:
+        """The batch size; the loader's own if that is more samples than there are: its batch is the same."""
+        asked, size = self.decision.requested_batch_size, self.decision.batch_size
+        return asked if size < asked and self.decision.limited_by == "dataset" else size
 
     def _recheck(self) -> None:
         if not self.trains:

@@ -100,6 +100,28 @@ def test_both_packages_train_guarded(package: str, dataset: TensorDataset) -> No
     assert [record.epoch for record in guard.records] == [0, 1]
 
 
+def test_a_batch_of_more_samples_than_there_are_stays_as_it_is(trainer: Any, dataset: TensorDataset) -> None:
+    """Schedules and rates that follow the size, and an epoch without a full batch, are those of the user."""
+    module, guard = OwnLoader(batch_size=400), MemGuard()
+    trainer(guard, max_epochs=1).fit(module, train_dataloaders=DataLoader(dataset, 400))
+    assert guard.decision is not None
+    assert (guard.decision.batch_size, guard.decision.limited_by) == (100, "dataset")
+    assert module.size_while_training == 400
+    skipped = Sized()
+    trainer(MemGuard(), max_epochs=1).fit(skipped, train_dataloaders=DataLoader(dataset, 400, drop_last=True))
+    assert skipped.sizes == []
+
+
+def test_a_small_loader_makes_no_other_loaders_batches_smaller(trainer: Any, dataset: TensorDataset) -> None:
+    class Both(Sized):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            return super().training_step(batch[1], batch_idx)
+
+    module, few = Both(), TensorDataset(*dataset[:5])
+    trainer(MemGuard(max_batch_size=20)).fit(module, [DataLoader(few, 20), DataLoader(dataset, 20)])
+    assert sizes_seen(module)[:5] == [20] * 5
+
+
 class OwnLoader(Sized):
     """Builds its data and its net in setup, and its loader in a hook."""
 
