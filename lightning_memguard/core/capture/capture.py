@@ -289,9 +289,9 @@ def capture(program: Program, batch_size: int, method: Method, variant: Variant 
 def _begin() -> None:
     run_on_one_thread()  # the others did not come along, and would be waited for
     leave_driver_alone()
-    save = torch.save
+    save = cast("Any", torch.save)
 
-    def save_to_objects_alone(content: object, file: Any, *args: Any, **kwargs: Any) -> None:
+    def save_to_objects_alone(content: object, file: object, *args: object, **kwargs: object) -> None:
         if not isinstance(file, str | os.PathLike):  # the C++ writer of a file would be refused
             save(content, file, *args, **kwargs)
 

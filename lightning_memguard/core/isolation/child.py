@@ -157,14 +157,14 @@ def _libc() -> ctypes.CDLL:
 def _divert_writes() -> None:
     """Have Python open the null device for writing, and ignore calls that make, move, remove or signal something."""
     open_file: Any = io.open
-    open_descriptor = os.open
+    open_descriptor: Any = os.open
 
     def open_(file: object, mode: str = "r", *args: object, opener: object = None, **kwargs: object) -> Any:
         if isinstance(file, int) or not {*mode} & {*"wax+"}:
             return open_file(file, mode, *args, opener=opener, **kwargs)
         return open_file(os.devnull, mode.replace("x", "w"), *args, **kwargs)
 
-    def os_open(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
+    def os_open(path: object, flags: int, *args: object, **kwargs: object) -> Any:
         return (
             open_descriptor(os.devnull, os.O_RDWR) if flags & _WRITES else open_descriptor(path, flags, *args, **kwargs)
         )

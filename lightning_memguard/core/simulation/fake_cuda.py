@@ -102,9 +102,9 @@ def simulated_cuda(gpu: Gpu) -> Iterator[None]:
         for name, answer in _torch_cuda_of(gpu).items():
             exits.enter_context(patched(torch.cuda, **{name: answer}))
         exits.enter_context(patched(fake_tensor, init_gpu_context=nothing))
-        pin = torch.Tensor.pin_memory
+        pin: Function = torch.Tensor.pin_memory
 
-        def pinned(tensor: Tensor, *args: Any, **kwargs: Any) -> object:
+        def pinned(tensor: Tensor, *args: object, **kwargs: object) -> object:
             return tensor if isinstance(tensor, FakeTensor) else pin(tensor, *args, **kwargs)
 
         # A fake tensor on the host is as good as pinned, which torch cannot fake.

@@ -116,9 +116,11 @@ def _patches() -> Iterator[AbstractContextManager[Any]]:
             yield patched(device_mesh.DeviceMesh, **{name: _on_real_tensors(method)})
     yield patched(device_mesh, init_device_mesh=_on_real_tensors(device_mesh.init_device_mesh))
     yield patched(dist, init_device_mesh=device_mesh.init_device_mesh)
-    new_group = dist.new_group
+    new_group: Any = dist.new_group
 
-    def like_the_first(ranks: Any = None, timeout: Any = None, _: object = None, *rest: Any, **kwargs: Any) -> Any:
+    def like_the_first(
+        ranks: object = None, timeout: object = None, _: object = None, *rest: object, **kwargs: object
+    ) -> Any:
         kwargs.pop("backend", None)
         with unset_fake_temporarily():
             return new_group(ranks, timeout, None, *rest, **kwargs)
@@ -189,7 +191,7 @@ def _on_real_tensors(function: Any) -> Any:
         return type(function)(_on_real_tensors(function.__func__))
 
     @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> Any:
         args, kwargs = tree_map(_real, (args, kwargs))  # `init_device_mesh` under a name that a file has imported
         with unset_fake_temporarily():
             return function(*args, **kwargs)
@@ -215,9 +217,9 @@ def watched(
         return
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
-    resize = torch.UntypedStorage.resize_
+    resize: Any = torch.UntypedStorage.resize_
 
-    def resize_and_tell(storage: torch.UntypedStorage, *args: Any) -> Any:
+    def resize_and_tell(storage: torch.UntypedStorage, *args: object) -> Any:
         result = resize(storage, *args)
         note_resized(storage)
         return result
