@@ -277,6 +277,11 @@ def _advice(failure: Failure) -> str:
     if predicted.is_partial or size is None:
         return "Which batch size would have fit is unknown: try a smaller one."
     measured_bytes = failure.measured.peak_bytes if failure.measured else 0
+    offered = min(each.usable_bytes for each in (failure.budget, failure.budget_now) if each)
+    if max(predicted.most_device_bytes, measured_bytes) <= offered:
+        figures = f"what was predicted and measured fits in {format_bytes(offered)}"
+        where = "how much was asked for where it was raised, and at what else took memory then"
+        return f"These figures do not explain the error, as {figures}: look at {where}."
     over = size and measured_bytes > predicted.peak_device_bytes
     scaled = ", assuming other steps exceed it by the same factor" if over else ""
     truncate = ", or truncate long samples" if failure.larger else ""

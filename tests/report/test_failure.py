@@ -25,7 +25,8 @@ FOOTPRINT = Footprint(8, "cpu", 4 * GIB, 4 * GIB, 4 * GIB, {"activations": 4 * G
 STATES = replace(FOOTPRINT, method="states", notes=("the step could not run on a copy",))
 BUDGET = Budget(8 * GIB, 8 * GIB, 0, "host", "CPU")
 LARGER = Larger(((8, 20),), ((8, 10),), FOOTPRINT, BUDGET)
-FAILURE = Failure(FOOTPRINT, Measured(6 * GIB, "rss"), BUDGET, None, ((8, 10),), ((8, 10),), 4)
+TOO_LITTLE = replace(BUDGET, free_bytes=2 * GIB)
+FAILURE = Failure(FOOTPRINT, Measured(6 * GIB, "rss"), TOO_LITTLE, None, ((8, 10),), ((8, 10),), 4)
 
 
 @pytest.mark.parametrize(
@@ -51,6 +52,15 @@ def test_out_of_memory_after_a_whole_prediction():
         "Note on the prediction: a guess.",
         "Batch size 4 would have fit: set max_batch_size=4, or raise `margin`.",
     ]
+
+
+@pytest.mark.parametrize(("measured", "now", "explained"), [(6, 8, False), (9, 8, True), (6, 5, True)])
+def test_no_size_is_advised_if_the_figures_do_not_explain_the_error(measured, now, explained):
+    """As for a tensor of a size that was computed wrongly."""
+    now = replace(BUDGET, free_bytes=now * GIB)
+    text = note(replace(FAILURE, budget=BUDGET, budget_now=now, measured=Measured(measured * GIB, "rss")))
+    assert ("do not explain the error, as what was predicted and measured fits in 8.0 GiB" in text) is not explained
+    assert ("would have fit" in text) is explained
 
 
 @pytest.mark.parametrize(("now", "is_named"), [(3 * GIB, True), (2 * GIB + GIB // 16, False)])

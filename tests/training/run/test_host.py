@@ -79,7 +79,8 @@ def test_what_workers_prepare_must_fit_the_host(host: Any) -> None:
     assert "do not fit the host (69.5 MiB free): prefetch_factor=1 needs 5.0 MiB less" in why(decision)
     metrics = guard.records[0].as_metrics()
     assert metrics["memguard/host_predicted_gib"] == sum(decision.host.parts.values()) / GIB
-    assert 5 * MIB / GIB < metrics["memguard/host_actual_gib"] < 0.3
+    # A worker has its own copies of pages of the tests' process, which is larger the more tests it has run.
+    assert 5 * MIB / GIB < metrics["memguard/host_actual_gib"] < 1
 
 
 def test_a_checkpoint_is_written_to_the_hosts_memory_first(host: Any, tmp_path: Path) -> None:
