@@ -104,7 +104,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 # One worker makes what the tests of these files share: processes, trainings, plans.
-SHARING = {"test_ranks.py", "test_advise.py", "test_ddp.py", "test_layouts_of_ranks.py", "test_examples.py"}
+SHARING = {
+    *("test_ranks.py", "test_advise.py", "test_ddp.py", "test_layouts_of_ranks.py", "test_examples.py"),
+    *("test_without_tensorboard.py", "test_ways.py", "test_deepspeed.py"),
+}
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -131,6 +131,7 @@ def test_after_its_deadline_a_pool_keeps_what_is_known_and_begins_nothing() -> N
         assert not pool.has_children
 
 
+@pytest.mark.usefixtures("short_limits")
 @pytest.mark.parametrize("trusted", [False, True])
 def test_a_lock_that_another_thread_holds_is_not_waited_for(trusted: bool) -> None:
     """In this process it will be free again; in a child, which has no other threads, never."""
