@@ -161,6 +161,8 @@ class _FakeCopy(TorchFunctionMode):
             return self.mode.from_tensor(tensor, static_shapes=True)
         key = address, tensor.dtype
         with self.mode, torch.no_grad():
+            if device != tensor.device and self.moving[address] == 1:  # moved without what else its storage holds
+                return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
             if key not in self.bases:
                 length = tensor.untyped_storage().nbytes() // tensor.element_size()
                 self.bases[key] = torch.empty(length, dtype=tensor.dtype, device=device)

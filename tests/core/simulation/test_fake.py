@@ -115,6 +115,14 @@ def test_tensors_that_share_a_storage_still_share_one():
     assert storage(module_copy.first_half) == storage(module_copy.table)
 
 
+def test_a_part_of_a_storage_is_moved_without_the_rest():
+    """As a parameter of a checkpoint that was read into one storage."""
+    module = nn.Linear(2, 2)
+    module.weight = nn.Parameter(torch.zeros(1024)[:4].view(2, 2))
+    copies = [copy_of(module, device) for device in (CPU, torch.device("meta"))]
+    assert [each.weight.untyped_storage().nbytes() for each in copies] == [4096, 16]
+
+
 def test_lists_and_counters_of_the_copy_are_its_own():
     module = Tied()
     module_copy = copy_of(module)
