@@ -269,7 +269,8 @@ class GuardedRun:
         self.measuring.start(trains=self.trains, on_host=bool(host and host.budget))
         if self.trains:
             infos = filter(None, (profile.loader_info, profile.run.validation_info))
-            datasets = [getattr(source.loader, "dataset", None) for info in infos for source in info.sources]
+            loaders = (loader for info in infos for source in info.sources for loader in source.held)
+            datasets = [getattr(loader, "dataset", None) for loader in loaders]
             others = [*self.trainer.callbacks, profile.facts.datamodule, *datasets]  # type: ignore[attr-defined]
             self._growth = attempt(lambda: GrowthWatch(self.device, self.module, others)).value
 
