@@ -282,8 +282,15 @@ def _rebind_functions(module: nn.Module, module_copy: nn.Module) -> None:
             own["_compiled_call_impl"] = _compiled_like(copies[id(child)]._call_impl, child._compiled_call_impl)
 
 
-def _rebound(value: Any, copies: Mapping[int, nn.Module]) -> Any:
-    """Return the copy of a module, a method bound to the copy of its module, or any other value as it is."""
+def _rebound(value: Any, copies: dict[int, nn.Module]) -> Any:
+    """Return the copy of a module, a method bound to the copy of its module, or any other value as it is.
+
+    A module with some of the copied ones in it, as a loss that holds the network, is copied around their copies.
+    """
+    if isinstance(value, nn.Module) and any(id(each) in copies for each in value.modules()):
+        if id(value) not in copies:
+            copies[id(value)] = _deep_copy(value, copies)
+        return copies[id(value)]
     if id(getattr(value, "__self__", None)) in copies:
         return types.MethodType(value.__func__, copies[id(value.__self__)])
     return copies.get(id(value), value)
@@ -314,7 +321,7 @@ def _closed_over(function: Function) -> list[object]:
     return found
 
 
-def _with_modules(function: Any, copies: Mapping[int, nn.Module]) -> types.FunctionType:
+def _with_modules(function: Any, copies: dict[int, nn.Module]) -> types.FunctionType:
     """Return the function as a closure over the copies of its modules."""
     pairs = zip(function.__closure__, _closed_over(function), strict=True)
     rebound = [(cell, value, _rebound(value, copies)) for cell, value in pairs]

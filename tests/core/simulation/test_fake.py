@@ -230,6 +230,18 @@ def test_tensors_that_share_a_storage_have_copies_that_do(make_copy):
 
 
 @pytest.mark.parametrize("make_copy", [copy_of, real_copy])
+def test_a_function_over_a_module_around_the_copied_one_is_over_the_copy(make_copy):
+    """As a marginal likelihood, which holds the network whose loss it is."""
+    module = nn.ModuleDict({"network": nn.Linear(4, 2)})
+    likelihood = nn.Sequential(module["network"], nn.Linear(2, 1))
+    module.loss = lambda: likelihood
+    around = make_copy(module)
+    assert around.loss()[0] is around["network"] is not module["network"]
+    assert around.loss()[1] is not likelihood[1]
+    assert module.loss() is likelihood
+
+
+@pytest.mark.parametrize("make_copy", [copy_of, real_copy])
 def test_a_tensor_that_was_computed_is_copied_without_its_graph(make_copy):
     """The weight of ``weight_norm``, which each forward pass replaces: the one of the copy has to be free then."""
     module = nn.Linear(4, 2)
