@@ -591,7 +591,8 @@ class EndlessLoader:
         with recorder.paused():
             size, batches = self.batch_size, self.batches
             batch = (batches.fake if self.marker.fake else batches.real)(size, device)
-        for tensor in batches.held(batch, size, fake=self.marker.fake):
+            held = batches.held(batch, size, fake=self.marker.fake)
+        for tensor in held:
             recorder.hold(tensor)
         recorder.label(tensors_in(batch), "batch")
         return batch
