@@ -166,9 +166,7 @@ class Keeping(pl.Callback):
 def test_a_real_run_is_warned_once_of_what_grows(
     trainer: Any, small: Any, dataset: Any, kept_bytes: int, settings: dict[str, int]
 ):
-    held = [
-        torch.empty(kept_bytes, dtype=torch.uint8) for _ in range(64)
-    ]  # takes holes of earlier tests
+    held = [torch.empty(kept_bytes, dtype=torch.uint8) for _ in range(64)]  # takes holes of earlier tests
     guard = MemGuard(mode="check", budget="96MiB")
     fit = trainer(Keeping(kept_bytes), guard, **settings)
     data = torch.utils.data.DataLoader(dataset, batch_size=10)
