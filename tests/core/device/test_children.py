@@ -94,8 +94,10 @@ def test_shared_memory_of_children_is_counted_and_that_of_other_programs_is_not(
     assert meter.peak_bytes < MIB
 
 
-def test_named_files_of_a_process_are_its_own() -> None:
+def test_named_files_of_a_process_are_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     file = SHARED / f"torch_{os.getpid()}_test"
+    used = iter([8 * MIB, 16 * MIB])  # whatever another program does with it meanwhile
+    monkeypatch.setattr(children, "_shared_bytes", lambda: next(used))
     meter = ChildrenMeter()
     file.write_bytes(bytes(4 * MIB))
     try:
@@ -108,6 +110,7 @@ def test_named_files_of_a_process_are_its_own() -> None:
 def test_where_files_cannot_be_told_apart_all_of_shared_memory_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     used = iter([100, 150, 120])
     monkeypatch.setattr(children, "_shared_bytes", lambda: next(used))
+    monkeypatch.setattr(ChildrenMeter, "_own_pages", lambda _: 0)  # children of earlier tests may be there
     meter = ChildrenMeter()
     monkeypatch.setattr(meter, "_own_shared", lambda: 1 // 0)
     meter.read_shared()
