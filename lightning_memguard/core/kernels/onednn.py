@@ -238,7 +238,7 @@ class _Question:
         return _POINTER(self._library.functions["dnnl_primitive_desc_query_md"](primitive, what, 0))
 
     def _bytes(self, descriptor: ctypes.c_void_p) -> int:
-        return int(self._library.functions["dnnl_memory_desc_get_size"](descriptor)) if descriptor else 0
+        return int(self._library.functions["dnnl_memory_desc_get_size"](descriptor)) if descriptor.value else 0
 
     def _list(self, values: Sequence[int]) -> object:
         return ctypes.cast((ctypes.c_int64 * 12)(*values), _POINTER)
