@@ -47,8 +47,8 @@ def _cudnn_rnn(x: _Shape, weights: Sequence[_Shape], *_: object, **__: object) -
 def _convolution_backward(grad: _Shape, x: _Shape, weight: _Shape, *rest: Any, **_: object) -> int:
     """The gradient of the input costs as much as the forward pass, and so does that of the weight."""
     wanted: int = sum(rest[-1][:2])
-    batch, _, *places = x if rest[_TRANSPOSED] else grad
-    return wanted * 2 * batch * math.prod(places) * math.prod(weight)
+    images = x if rest[_TRANSPOSED] else grad
+    return wanted * 2 * images[0] * math.prod(images[2:]) * math.prod(weight)
 
 
 _TRANSPOSED = 4  # place of ``transposed`` after the weight
