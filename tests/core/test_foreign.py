@@ -24,13 +24,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.data import DataLoader
 
 from lightning_memguard.core import foreign
-from lightning_memguard.core.foreign import NEWEST_TESTED, TABLE, Absent, find, gaps, reason_of, untested
+from lightning_memguard.core.foreign import NEWEST_TESTED, Absent, find, gaps, reason_of, table, untested
 from lightning_memguard.errors import CannotTraceError
 from lightning_memguard.training.run import callback
 
 PROGRAM = Path(__file__).with_name("without_a_name.py")
 PACKAGE = Path(foreign.__file__).parents[1]
-PATHS = [path for part in TABLE.values() for need in part for path in need.paths]
+PATHS = [path for need in table() for path in need.paths]
 OF_TORCH = [path for path in PATHS if path.startswith("torch.")]
 FORKS = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
 
@@ -106,7 +106,7 @@ def test_a_name_is_where_it_was(path: str, roots: dict[str, list[Any]]) -> None:
 
 def test_no_run_has_a_gap() -> None:
     trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
-    assert gaps(*TABLE, trainer=trainer) == ""
+    assert gaps(trainer=trainer) == ""
 
 
 # Of Python itself, and of named tuples; and what is read only if it is there.
@@ -262,7 +262,7 @@ def test_a_run_goes_on_without_a_name_and_says_so() -> None:
 @pytest.mark.parametrize("part", ["every run", "operators", "compile", "cuda", "strategies"])
 def test_no_name_of_torch_stops_a_run(part: str) -> None:
     """Types of C++ keep their attributes, so a few cannot be removed. Others are not needed by a run this small."""
-    found = outcomes(*(path for need in TABLE[part] for path in need.paths if path in OF_TORCH))
+    found = outcomes(*(path for need in table() if need.part == part for path in need.paths if path in OF_TORCH))
     assert not {path: words for path, (outcome, words) in found.items() if outcome in ("raised", "another peak")}
     silent = {path: outcome for path, (outcome, words) in found.items() if last(path) not in words}
     assert {*silent.values()} <= {"cannot be removed", "tuned"}

@@ -1,6 +1,6 @@
 """Train without private names of torch, each in a child of its own: what becomes of the run, as lines of JSON.
 
-    python without_a_name.py PATH ...    each a path of `lightning_memguard.core.foreign.TABLE`; "" removes nothing
+    python without_a_name.py PATH ...    each a path of `lightning_memguard.core.foreign.table`; "" removes nothing
 
 This process has torch and Lightning, never MemGuard; a child takes the name away, imports MemGuard and fits.
 """

@@ -24,6 +24,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 
 from lightning_memguard.core.capture.holders import users_classes
+from lightning_memguard.core.replay.replay import replay
+from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.core.simulation.constants import KnownFakeMode, known_value
 from lightning_memguard.core.trace.trace import Trace
 
@@ -236,12 +238,8 @@ class Counters:
 
     def peaks_later(self, trace: Trace) -> bool:
         """Whether a step after the move takes the most."""
-        alive = most = step = 0
-        for event in trace.only("point").events:
-            alive += event.nbytes if event.action == "alloc" else -event.nbytes
-            if alive > most:
-                most, step = alive, event.step
-        return step >= self.first_moved
+        event = replay(trace.only("point"), AllocatorSettings(kind="exact")).peak_event
+        return event is not None and event.step >= self.first_moved
 
 
 def _module_of(frame: FrameType) -> str:

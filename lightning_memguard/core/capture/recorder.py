@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from types import MethodWrapperType
@@ -49,7 +50,7 @@ from lightning_memguard.core.simulation.value_sizes import ValueSizes, assumptio
 from lightning_memguard.core.trace.kept import Kept
 from lightning_memguard.core.trace.scratch import CudaTarget
 from lightning_memguard.core.trace.trace import Answers, Event, Method, Shares, Trace
-from lightning_memguard.core.trace.work import COMMUNICATION, Work
+from lightning_memguard.core.trace.work import COMMUNICATION, RANDOM, SPECIAL, Work
 from lightning_memguard.errors import CannotTraceError, MemGuardError
 
 _device_of = torch.ops.prim.device.default
@@ -98,6 +99,7 @@ class Recorder(Storages, TorchDispatchMode):
         self.kept: tuple[Kept, ...] = ()
         self._work: dict[bool, tuple[int, list[Work]]] = {}  # in which step; by whether the optimizer runs it
         self._first_steps: dict[bool, int] = {}
+        self.flops: Counter[str] | None = None  # of products in the forward pass by module, if they are counted
         self.in_linear: int | None = None  # while it runs, the first block that it may have made
         self._below_autograd = False
         self._first_of_node = 0  # the first block that the node of the backward pass that runs now may have made
@@ -319,10 +321,14 @@ class Recorder(Storages, TorchDispatchMode):
 
     def _note_work(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: object) -> None:
         noted = None if self.phase == "setup" else self._work_noted(updates=self.phase == "optimizer")
-        if noted is not None:
+        counted = self.flops if graph_task() == -1 else None
+        if noted is not None or counted is not None:
             target = self._scratch.target
             work = work_of(func, args, kwargs, out, tf32=isinstance(target, CudaTarget) and target.tf32)
-            noted += [work._replace(updates=self.phase == "optimizer")] if work else []
+            if work and noted is not None:
+                noted.append(work._replace(updates=self.phase == "optimizer"))
+            if work and counted is not None and work.kind not in (SPECIAL, RANDOM):
+                counted[self.module] += int(work.flops)
 
     def _work_noted(self, *, updates: bool) -> list[Work] | None:
         """Where to note what is computed now: in the second batch, or optimizer step, as the first ones make states."""

@@ -1,7 +1,7 @@
 """Operator and arguments -> the floating point operations it runs, and the bytes it moves.
 
-Products by the formulas of torch's own counter where these are right; convolutions by ours, since torch counts the
-backward pass of a grouped one up to twice. Checked on torch 2.11 to 2.13.
+Products by the formulas of torch's own counter where these are right; gradients of convolutions by ours, since torch
+counts those of a grouped one up to twice. Checked on torch 2.11 to 2.13.
 https://github.com/pytorch/pytorch/blob/v2.13.0/torch/utils/flop_counter.py (`flop_registry`)
 """
 
@@ -44,44 +44,20 @@ def _cudnn_rnn(x: _Shape, weights: Sequence[_Shape], *_: object, **__: object) -
     return 2 * math.prod(x[:-1]) * sum(math.prod(weight) for weight in weights if len(weight) == 2)
 
 
-def _fast_attention(query: _Shape, key: _Shape, _: _Shape, width: int, *__: object, **___: object) -> int:
-    """Count the FLOPs of the fast path of ``nn.MultiheadAttention``: four projections, and attention."""
-    rows = math.prod(query[:-1]), math.prod(key[:-1])
-    return 4 * width * width * sum(rows) + 4 * rows[0] * key[-2] * width
-
-
-def _fast_layer(x: _Shape, width: int, *rest: Any, **_: object) -> int:
-    """Count the FLOPs of the fast path of ``nn.TransformerEncoderLayer``: attention and two Linears."""
-    inner: _Shape = rest[_FFN_WEIGHT]
-    return _fast_attention(x, x, x, width) + 4 * math.prod(x[:-1]) * math.prod(inner)
-
-
-_FFN_WEIGHT = 12  # place of the first Linear's weight after the width, see `_transformer_encoder_layer_fwd`
-
-
-def _convolution(x: _Shape, weight: _Shape, *rest: Any, out_shape: _Shape, **_: object) -> int:
-    """Each weight once for each place and sample: of the result, or of a transposed convolution's input."""
-    return 2 * _places(x if rest[_TRANSPOSED] else out_shape) * math.prod(weight)
-
-
 def _convolution_backward(grad: _Shape, x: _Shape, weight: _Shape, *rest: Any, **_: object) -> int:
     """The gradient of the input costs as much as the forward pass, and so does that of the weight."""
     wanted: int = sum(rest[-1][:2])
-    return wanted * 2 * _places(x if rest[_TRANSPOSED] else grad) * math.prod(weight)
+    images = x if rest[_TRANSPOSED] else grad
+    return wanted * 2 * images[0] * math.prod(images[2:]) * math.prod(weight)
 
 
-_TRANSPOSED = 4  # place of ``transposed`` after the weight, forward and backward
-
-
-def _places(shape: _Shape) -> int:
-    return shape[0] * math.prod(shape[2:])
+_TRANSPOSED = 4  # place of ``transposed`` after the weight
 
 
 # Products that torch's counter does not know, or counts otherwise. Each rule gets shapes in place of tensors.
 FLOPS: dict[Any, Callable[..., int]] = {
     getattr(aten, name): rule
     for name, rule in (
-        ("convolution", _convolution),
         ("convolution_backward", _convolution_backward),
         ("_scaled_dot_product_cudnn_attention", _attention),
         ("_scaled_dot_product_efficient_attention", _attention),
@@ -93,8 +69,6 @@ FLOPS: dict[Any, Callable[..., int]] = {
         ("_scaled_dot_product_flash_attention_backward", _attention_backward),
         ("_scaled_dot_product_flash_attention_for_cpu_backward", _attention_backward),
         ("_scaled_dot_product_fused_attention_overrideable", _attention),
-        ("_native_multi_head_attention", _fast_attention),
-        ("_transformer_encoder_layer_fwd", _fast_layer),
         ("mkldnn_rnn_layer", _lstm),
         ("mkldnn_rnn_layer_backward", lambda *args, **_: 2 * _lstm(*args)),
         ("_cudnn_rnn", _cudnn_rnn),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -396,11 +397,7 @@ def largest_that(holds: Callable[[int], bool], good: int, most: int) -> int:
     """
     if most <= good or holds(most):
         return most
-    bad = most
-    while bad - good > 1:
-        middle = (good + bad) // 2
-        good, bad = (middle, bad) if holds(middle) else (good, middle)
-    return good
+    return good + bisect_left(range(good + 1, most), True, key=lambda number: not holds(number))
 
 
 def _split(largest: int, request: Request, effective: int) -> tuple[int, int]:
