@@ -33,7 +33,7 @@ DOCS_STAMP := $(DOCS_VENV)/.installed
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --durations=10 -n auto --maxprocesses=4
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-sharded test docs site links outputs long lint bench compiled field histories suite deciding accuracy builds matrix host nohang clean
+.PHONY: help demo demo-sharded test docs site links outputs long lint bench compiled field histories suite deciding accuracy builds matrix host clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1|\2/p' Makefile | awk -F'|' '{ printf "%-12s %s\n", $$1, $$2 }'
@@ -110,9 +110,6 @@ matrix: $(STAMP) ## test with other versions of Lightning, torch and Python (16 
 host: $(STAMP) ## workers under a small /dev/shm (root on Linux), and forty life cycles, against another process (half an hour)
 	$(BIN)/python benchmarks/loaders.py
 	$(BIN)/python benchmarks/lifecycles.py
-
-nohang: $(STAMP) ## train 50 times in each situation where processes that fork may hang (half an hour on two cores)
-	$(BIN)/python benchmarks/no_hang.py
 
 clean: ## remove the virtual environments, caches and files that trainings wrote
 	rm -rf $(VENV) $(CUDA_VENV) $(FIELD_VENV) $(DOCS_VENV) .matrix .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist lightning_logs memguard runs

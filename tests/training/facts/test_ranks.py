@@ -188,16 +188,31 @@ def test_another_machine_and_a_given_budget_are_not_shared(other: Any) -> None:
 def test_ranks_that_run_out_of_memory_in_turns_take_the_same_steps(
     seen: dict[str, tuple[Seen, Seen]], scenario: str
 ) -> None:
-    """Each rank runs out of memory in ten of its 20 batches, in five of them with the other: 15 batches on any.
+    """Each rank runs out of memory in four of its eight batches, in two of them with the other: six batches on any.
 
     A part that runs out of memory again sends no buffers again, which the other rank would not receive.
     """
     whole, _ = seen["whole"]
     for number, rank in enumerate(seen[scenario]):
-        assert (rank["error"], rank["step"], rank["counts"]) == ("", 20, [[15, 15]])
+        assert (rank["error"], rank["step"], rank["counts"]) == ("", 8, [[6, 6]])
         torch.testing.assert_close(rank["parameters"], whole["parameters"], rtol=0, atol=1e-6)
         (said,) = [text for text in rank["warned"] if "ran out of memory" in text]
         assert said.startswith(f"MemGuard: Rank {number}: A training batch of 4 samples ran out of memory.")
+
+
+def test_a_backward_pass_whose_gradients_stay_on_their_rank_is_done_again(seen: dict[str, tuple[Seen, Seen]]) -> None:
+    """Each rank runs out of memory in two of eight batches, in backward passes that accumulate."""
+    whole, _ = seen["whole, accumulated"]
+    for rank in seen["accumulated"]:
+        assert (rank["error"], rank["step"], rank["counts"]) == ("", 2, [[4, 4]])
+        torch.testing.assert_close(rank["parameters"], whole["parameters"], rtol=0, atol=1e-6)
+
+
+def test_a_backward_pass_that_sends_gradients_raises_as_without_memguard(seen: dict[str, tuple[Seen, Seen]]) -> None:
+    for rank in seen["sent"]:
+        assert (rank["error"], rank["step"]) == ("OutOfMemoryError: CUDA out of memory", 0)
+        said = any("cannot start a backward pass again" in note for note in rank["notes"])
+        assert said or sys.version_info < (3, 11)  # exceptions take no notes
 
 
 def test_batches_after_a_failure_are_done_in_parts_and_tried_whole_again(seen: dict[str, tuple[Seen, Seen]]) -> None:

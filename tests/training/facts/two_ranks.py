@@ -57,7 +57,7 @@ def fit(
         "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False, **settings,
         "callbacks": [guard],
     })  # fmt: skip
-    error = ""
+    error, notes = "", list[str]()
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         try:
@@ -66,10 +66,10 @@ def fit(
             if save:
                 trainer.save_checkpoint(save)
         except Exception as failure:  # noqa: BLE001 - the test asks which
-            error = f"{type(failure).__name__}: {failure}"
+            error, notes = f"{type(failure).__name__}: {failure}", getattr(failure, "__notes__", [])
     decision = guard.decision
     seen: dict[str, Any] = {
-        "error": error, "sizes": module.sizes, "step": trainer.global_step,
+        "error": error, "notes": notes, "sizes": module.sizes, "step": trainer.global_step,
         "warned": [str(each.message) for each in told],
     }  # fmt: skip
     if decision is not None:
@@ -154,6 +154,35 @@ class Again(Failing):
             raise torch.OutOfMemoryError("CUDA out of memory")
 
 
+class InBackward(Failing):
+    """Accumulates four batches, and runs out of memory once it has its first gradient: on rank 0 in the second, on
+    rank 1 in the third, and, if it ``sends``, on both in the last, whose gradients are sent."""
+
+    def __init__(self, *, sends: bool = False) -> None:
+        super().__init__()
+        self.sends, self.plants = sends, False
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.plants = False
+        loss = super().training_step(batch, batch_idx)
+        self.plants = self.plants and (self.sends or batch_idx % 4 < 3)
+        return loss
+
+    def fail(self, samples: int) -> None:
+        self.plants = samples == 4
+
+    def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        hook = self.net[2].weight.register_post_accumulate_grad_hook(self.run_out)
+        try:
+            super().backward(loss, *args, **kwargs)
+        finally:
+            hook.remove()
+
+    def run_out(self, _: torch.Tensor) -> None:
+        if self.plants:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+
 class Validating(Module):
     """With buffers, which DistributedDataParallel sends; in ``validation_step``, rank 0 runs out of memory."""
 
@@ -181,12 +210,12 @@ def validated(*, fails: bool) -> dict[str, Any]:
     return seen | {"losses": module.losses}
 
 
-def rescued(module: Module, **settings: Any) -> dict[str, Any]:
+def rescued(module: Module, samples: int = 64, **settings: Any) -> dict[str, Any]:
     """A short training, and its parameters."""
     pl.seed_everything(0, verbose=False)
     module.load_state_dict(Module().state_dict(), strict=False)
     guard = MemGuard(max_batch_size=4)
-    seen = fit(guard, module=module, samples=160, **settings)
+    seen = fit(guard, module=module, samples=samples, **settings)
     seen["parameters"] = torch.cat([each.detach().flatten() for each in module.parameters()]).tolist()
     seen["counts"] = [[record.out_of_memory, record.rescued] for record in guard.records]
     return seen
@@ -206,10 +235,13 @@ def scenarios(folder: Path) -> dict[str, Callable[[], dict[str, Any]]]:
         "whole": lambda: rescued(Module()),
         "in turns": lambda: rescued(Failing()),
         "again": lambda: rescued(Again()),
-        "always": lambda: rescued(Failing(always=True), max_epochs=2),
+        "always": lambda: rescued(Failing(always=True), samples=160, max_epochs=2),
         "validated": lambda: validated(fails=False),
         "validated in parts": lambda: validated(fails=True),
-        "whole twice": lambda: rescued(Module(), max_epochs=2),
+        "whole twice": lambda: rescued(Module(), samples=160, max_epochs=2),
+        "whole, accumulated": lambda: rescued(Module(), accumulate_grad_batches=4),
+        "accumulated": lambda: rescued(InBackward(), accumulate_grad_batches=4),
+        "sent": lambda: rescued(InBackward(sends=True), samples=32, accumulate_grad_batches=4),
     }
 
 
