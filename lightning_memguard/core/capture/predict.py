@@ -57,7 +57,7 @@ _WAYS: tuple[Method, ...] = ("fake", "worst-case", "real")
 _CHECKED = 3  # sizes that check how a step grows
 _CLEARLY = 1.01  # times as much as real batches take: such a worst case is not predicted
 _MOST_SECONDS = 20.0  # for a real run, as far as that is known beforehand
-_MOST_SECONDS_AT_LEAST = 60.0  # for the smallest real run; after a slower one there is no other
+_TOO_SLOW_SECONDS = 60.0  # the smallest real run; after a slower one there is no other
 _MOST_PROBED_BYTES = 4 << 30  # of the worst case, for a real run of unknown length
 _STATIC = ("parameters", "buffers", "optimizer_state")
 _OUT_OF_MEMORY = ("can't allocate memory", "MemoryError", "not enough memory")
@@ -481,27 +481,27 @@ def _capture_to_compare(program: Program, batch_size: int, settings: AllocatorSe
     return predict(program, batch_size, settings, scalable=False).trace_at(batch_size)
 
 
-def _predicted(captures: Captures, asked: Prediction, batch_size: int) -> Prediction:
-    program, why_not = asked.program, dict[str, str]()  # the same happens in several ways: it is reported once
+def _predicted(captures: Captures, known: Prediction, batch_size: int) -> Prediction:
+    program, why_not = known.program, dict[str, str]()  # the same happens in several ways: it is reported once
     value_needed = True
     for method in _WAYS:
         if method == "worst-case" and not value_needed:
             continue  # it would fail in the same way
         try:
             if method == "real":
-                return _real(captures, replace(asked, notes=tuple(why_not.values())), batch_size)
-            traces, growth = _traces_and_growth(captures, program, batch_size, method, asked.scalable)
+                return _real(captures, replace(known, notes=tuple(why_not.values())), batch_size)
+            traces, growth = _traces_and_growth(captures, program, batch_size, method, known.scalable)
         except OutOfTimeError as error:
-            return _stopped(captures, asked, method, [*why_not.values(), str(error)])
+            return _stopped(captures, known, method, [*why_not.values(), str(error)])
         except CannotTraceError as error:  # the step failed, or no two sizes of it agree
             why_not[str(error)] = _reason(method, error)
             value_needed = isinstance(error, CaptureFailedError) and error.value_needed
         else:
-            found = _from(asked, method, traces, growth)
-            found = replace(found, scalable=asked.scalable and (growth is not None or len(traces) > 1))
+            found = _from(known, method, traces, growth)
+            found = replace(found, scalable=known.scalable and (growth is not None or len(traces) > 1))
             if needs_values_later(traces[0]) and device_to_run_on(program, fake=False).type == program.device.type:
                 with contextlib.suppress(CannotTraceError):
-                    return _real(captures, asked, batch_size)
+                    return _real(captures, known, batch_size)
             found = _uneven(found, batch_size) or found
             if method == "worst-case":
                 return _sampled(captures, found, batch_size) or _with_least(captures, found)
@@ -510,16 +510,16 @@ def _predicted(captures: Captures, asked: Prediction, batch_size: int) -> Predic
         states = capture(program, batch_size, "states")
     except CaptureFailedError as error:
         raise CannotTraceError("; ".join([*why_not.values(), _reason("states", error)])) from error
-    return replace(asked, scalable=False, notes=tuple(why_not.values()), traces={batch_size: states})
+    return replace(known, scalable=False, notes=tuple(why_not.values()), traces={batch_size: states})
 
 
-def _stopped(captures: Captures, asked: Prediction, method: Method, reasons: list[str]) -> Prediction:
+def _stopped(captures: Captures, known: Prediction, method: Method, reasons: list[str]) -> Prediction:
     """Predict from what was captured until the deadline.
 
     Raises:
         CannotTraceError: nothing was captured.
     """
-    traces = captures.known(asked.program, method)
+    traces = captures.known(known.program, method)
     if not traces:
         raise CannotTraceError("; ".join(reasons))
     growth = None
@@ -527,47 +527,46 @@ def _stopped(captures: Captures, asked: Prediction, method: Method, reasons: lis
         with contextlib.suppress(CannotTraceError):
             growth = grow(traces)
     sizes = ", ".join(str(trace.batch_size) for trace in traces)
-    notes = *asked.notes, f"{reasons[-1]}: the step was captured at batch size {sizes} alone"
-    return replace(_from(asked, method, traces, growth), notes=notes, stopped=reasons[-1])
+    notes = *known.notes, f"{reasons[-1]}: the step was captured at batch size {sizes} alone"
+    return replace(_from(known, method, traces, growth), notes=notes, stopped=reasons[-1])
 
 
-def _from(asked: Prediction, method: Method, traces: Sequence[Trace], growth: Growth | None) -> Prediction:
-    known = {trace.batch_size: trace for trace in traces}
+def _from(known: Prediction, method: Method, traces: Sequence[Trace], growth: Growth | None) -> Prediction:
     seen = {trace.batch_size: trace.batch for trace in traces}
-    return replace(asked, method=method, growth=growth, traces=known, seen=seen)
+    return replace(known, method=method, growth=growth, traces={t.batch_size: t for t in traces}, seen=seen)
 
 
 # -- on real batches
 
 
-def _real(captures: Captures, asked: Prediction, batch_size: int) -> Prediction:
+def _real(captures: Captures, known: Prediction, batch_size: int) -> Prediction:
     """Predict from real runs at small sizes and at the requested one; if these do not agree, by a run at each size.
 
     Raises:
         CaptureFailedError: the step raised at the small sizes and at the requested one.
     """
-    program = asked.program
-    sizes, others = _small_sizes(program), VARIANTS[1:3]
+    program = known.program
+    sizes, variants = _small_sizes(program), VARIANTS[1:3]
     try:
         traces = [capture(program, sizes[0], "real")]
         seconds = traces[0].seconds
-        if 2 * seconds > _MOST_SECONDS_AT_LEAST:
-            sizes, others = sizes[:1], VARIANTS[1:2] if seconds < _MOST_SECONDS_AT_LEAST else ()
+        if 2 * seconds > _TOO_SLOW_SECONDS:
+            sizes, variants = sizes[:1], VARIANTS[1:2] if seconds < _TOO_SLOW_SECONDS else ()
         elif seconds * sizes[-1] > _MOST_SECONDS * sizes[0]:
-            sizes, others = sizes[:2], VARIANTS[1:2]
-        traces += _all_captured(captures, program, sizes[1:][-1:], "real")
+            sizes, variants = sizes[:2], VARIANTS[1:2]
+        traces += _all_captured(captures, program, sizes[1:][-1:], "real")  # the largest, if there are several
     except CaptureFailedError:
         if not program.is_real_at(batch_size):
             raise
         traces, sizes = _all_captured(captures, program, [batch_size], "real"), ()
     size, again = traces[-1].batch_size, list[Trace]()
-    for variant in others:
+    for variant in variants:
         captures.start(program, size, "real", variant)
-    for variant in others:
+    for variant in variants:
         with contextlib.suppress(CaptureFailedError):
             again.append(capture(program, size, "real", variant))
-    found = _from(asked, "real", traces, None)
-    found = replace(found, scalable=asked.scalable and (len(traces) > 1 or program.is_real_at(2 * batch_size)))
+    found = _from(known, "real", traces, None)
+    found = replace(found, scalable=known.scalable and (len(traces) > 1 or program.is_real_at(2 * batch_size)))
     if any(trace.events != traces[-1].events for trace in again):
         largest, *smaller = _traces_of(captures, program, size, "real", VARIANTS)
         return replace(found, variants=VARIANTS, traces={**found.traces, size: largest}, others={size: tuple(smaller)})
@@ -609,12 +608,13 @@ def _may_run(known: Sequence[Trace], batch_size: int) -> bool:
 
 
 def _free_bytes() -> int:
-    """Return the bytes that each child may take."""
+    """Bytes that each child may take."""
     free = available_memory()
     return free.free_bytes // processors() if free else _MOST_PROBED_BYTES
 
 
 def _most_alive(trace: Trace) -> int:
+    """The most bytes alive at once."""
     return max(accumulate(each.nbytes if each.action == "alloc" else -each.nbytes for each in trace.events), default=0)
 
 
@@ -626,38 +626,38 @@ def _traces_of(
     return tuple(sorted(found, key=_most_alive, reverse=True))
 
 
-def _uneven(stretched: Prediction, batch_size: int) -> Prediction | None:
+def _uneven(known: Prediction, batch_size: int) -> Prediction | None:
     """Predict on batches as uneven as real ones; None if those need about as much as batches of the largest sample."""
     try:
-        times, numbers = stretched.program.uneven_draws(batch_size, _UNEVEN_DRAWS)
+        times, numbers = known.program.uneven_draws(batch_size, _UNEVEN_DRAWS)
         if times <= _CLEARLY:
             return None
-        weights = _weights(stretched, batch_size, numbers)
+        weights = _weights(known, batch_size, numbers)
         variants = tuple(Variant(1 + place, epoch=Epoch(place, weights)) for place in (0, EPOCHS // 2, EPOCHS - 1))
         what = f"{len(_UNEVEN_DRAWS)} drawn"
         if any(weights):
-            whole = all(each.draws and each.draws.is_whole for each in stretched.program.families)
+            whole = all(each.draws and each.draws.is_whole for each in known.program.families)
             what = "an epoch" if whole else f"an epoch, and the range is of {EPOCHS} epochs drawn at random"
         note = (
             f"samples differ in size: predicted for the largest batch of {what}; one of the largest sample alone would "
             f"be {times:.1f} times as large"
         )
-        found = _by_variants(stretched, variants if any(weights) else tuple(map(Variant, numbers)), note)
+        found = _by_variants(known, variants if any(weights) else tuple(map(Variant, numbers)), note)
         found.trace_at(batch_size)
     except Exception:  # noqa: BLE001 - the user's collate function may raise anything
         return None
     return found
 
 
-def _weights(stretched: Prediction, batch_size: int, draws: Sequence[int]) -> tuple[float, float]:
+def _weights(known: Prediction, batch_size: int, draws: Sequence[int]) -> tuple[float, float]:
     """Fit how a step's memory grows with a batch's `measures`: on batches of the largest sample, and on some draws."""
-    known = [(stretched.program.measures(size, 0), trace) for size, trace in stretched.traces.items()]
+    measured = [(known.program.measures(size, 0), trace) for size, trace in known.traces.items()]
     for draw in draws:
-        trace = capture(stretched.program, batch_size, stretched.method, Variant(draw))
-        known.append((stretched.program.measures(batch_size, draw), trace))
-    rows = np.array([(1, *measures) for measures, _ in known], dtype=float)
+        trace = capture(known.program, batch_size, known.method, Variant(draw))
+        measured.append((known.program.measures(batch_size, draw), trace))
+    rows = np.array([(1, *measures) for measures, _ in measured], dtype=float)
     scales = rows.max(0).clip(1)
-    found = np.linalg.lstsq(rows / scales, np.array([_most_alive(trace) for _, trace in known]))[0] / scales
+    found = np.linalg.lstsq(rows / scales, np.array([_most_alive(trace) for _, trace in measured]))[0] / scales
     return max(0.0, float(found[1])), max(0.0, float(found[2]))
 
 

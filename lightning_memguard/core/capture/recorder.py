@@ -146,7 +146,7 @@ class Recorder(Storages, TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # which takes time; `watching` skips it for a step that is compiled
+        return False  # asking Dynamo takes time; `watching` has it skipped for a step that is compiled
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -246,7 +246,7 @@ class Recorder(Storages, TorchDispatchMode):
 
     @contextmanager
     def _as_called(self, *, view: bool) -> Iterator[None]:
-        """Views of a weight, inside an operator, tell that the weight requires gradients."""
+        """Record inside an operator; in one that returns a view, a weight's views know that it requires gradients."""
         with nullcontext() if view else torch.overrides.enable_reentrant_dispatch(), self:
             yield
 

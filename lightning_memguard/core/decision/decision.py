@@ -179,7 +179,7 @@ class Request:
         free_to_choose: False to predict at ``batch_size`` and change nothing.
         fixed_because: why the size is not free to choose, in plain words; empty if it is, or none was to be chosen.
         dataset_limit: what sets ``dataset_size``: the samples there are, or a setting that needs several batches.
-        run_size: the largest size that leaves the run as it should be, or None.
+        run_size: the largest size that ``run_limit`` allows, or None.
         prefers_fast: whether the smallest size that is about as fast as the fastest is chosen, instead of the largest.
         run_limit: what sets ``run_size``: `Limits.min_steps_per_epoch`, a setting that counts batches, shared memory.
     """
@@ -403,7 +403,7 @@ def largest_that(holds: Callable[[int], bool], good: int, most: int) -> int:
 def _split(largest: int, request: Request, effective: int) -> tuple[int, int]:
     """Size and accumulation whose product over all ranks comes nearest to the effective size, and not above it.
 
-    A size down to half the largest is taken if it comes nearer; below that, the same size twice does.
+    A size down to half the largest is taken if it comes nearer; no smaller one can, as two of its batches fit in one.
     """
     nearly = range(largest, max(request.smallest_batch_size, largest // 2) - 1, -request.multiple_of)
     total, size = max((size * request.ranks * max(1, effective // (size * request.ranks)), size) for size in nearly)

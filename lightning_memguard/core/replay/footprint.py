@@ -155,7 +155,7 @@ class Footprint(Shown):
     def plus(self, nbytes: int, part: str, least_bytes: int | None = None, most_bytes: int | None = None) -> Footprint:
         """The footprint with a block that is always allocated, or with memory of which only a range is known."""
         least, most = nbytes if least_bytes is None else least_bytes, nbytes if most_bytes is None else most_bytes
-        ranged = self if least == most else self.widened()
+        ranged = self if least == most else self.widened()  # with `low` and `high`
         allocated, reserved, device = astuple(self.peak.plus(nbytes))
         return replace(
             self,

@@ -346,7 +346,7 @@ _INSIDE_TORCH = ("_call_impl", "_wrapped_call_impl")
 def _undone(
     end: Sequence[HeldSegment], entries: Sequence[HistoryEntry], allocator: Allocator
 ) -> tuple[HeldSegment, ...]:
-    """The segments before the entries, from those after them."""
+    """Work out the segments before the entries from those after them."""
     segments = {segment.address: replace(segment, blocks=()) for segment in end}
     live = {block.address: block for segment in end for block in segment.blocks}
     addresses = sorted(live)
@@ -399,7 +399,7 @@ def _cut_out(segments: dict[int, HeldSegment], address: int, nbytes: int) -> Non
 
 
 def _joined(segments: Sequence[HeldSegment]) -> Iterator[HeldSegment]:
-    """Adjacent runs of mapped pages of one stream as one."""
+    """Join adjacent runs of mapped pages of one stream."""
     last: HeldSegment | None = None
     for segment in segments:
         if last and segment.continues(last):
@@ -415,7 +415,7 @@ def _joined(segments: Sequence[HeldSegment]) -> Iterator[HeldSegment]:
 def _filled(
     segments: Iterable[HeldSegment], live: Sequence[HeldBlock], allocator: Allocator, kinds: list[tuple[int, bool]]
 ) -> Iterator[HeldSegment]:
-    """The segments with the blocks in them."""
+    """Put the blocks in their segments."""
     addresses = [block.address for block in live]
     placed = 0
     never_split = allocator.settings.max_split_size_bytes or UNLIMITED
@@ -510,7 +510,7 @@ class OutOfMemory:
         place, earlier: its place in the history, and how many were refused before.
         reserved_bytes, allocated_bytes: of the process.
         largest_free_bytes: the largest free piece in segments of its pool.
-        missing_bytes: what it took besides what was reserved.
+        missing_bytes: what had to be reserved for it.
         holders: the stacks that requested what was allocated.
     """
 
@@ -617,7 +617,7 @@ class Replaying:
         return HistoryReplay(peak_used, peak_reserved, retries=allocator.retries, out_of_memory_entry=failed)
 
     def served(self, block: Block, address: int) -> None:
-        """A request was served; where the record has it."""
+        """Do nothing more for a request that was served; ``address`` is where the record has it."""
 
     def other(self, action: str, address: int, nbytes: int) -> None:
         """Ignore an entry about the recorded device; the replay's own device decides."""

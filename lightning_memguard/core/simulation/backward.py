@@ -3,7 +3,7 @@
 The engine asks each device for its context, so it cannot run on fake tensors of a simulated CUDA. Its order is
 reproduced here from torch/csrc/autograd/engine.cpp, input_buffer.cpp and functions/accumulate_grad.cpp: which node is
 next, when a gradient is added in place, moved or copied, when saved tensors are freed. On fake CPU tensors both can
-run: `tests/core/capture/test_backward.py` compares their event lists, and has canary tests for torch's private names.
+run: `tests/core/simulation/test_backward.py` compares their event lists, with canary tests for torch's private names.
 Checked on torch 2.11 and 2.13. `walking` patches torch: no other thread may use torch meanwhile.
 """
 
@@ -70,7 +70,7 @@ def walking(enter: Callable[[dict[str, Any]], None] | None = None, *, as_plain: 
     Args:
         enter: called with each node's ``metadata`` before the node runs.
         as_plain: do what the engine and its formulas do on plain tensors: add a second gradient to the first in place,
-            and what `lightning_memguard.core.simulation.plain` lists. On fake tensors they do not; False does the same.
+            and what `lightning_memguard.core.simulation.plain` lists. False to do what they do on fake tensors.
     """
     engine = _Walker(enter, as_plain=as_plain)
     with (
@@ -93,7 +93,7 @@ class _Hooks:
 
     def __init__(self, saved: _SavedHandles, pack: Callable[[Tensor], object], unpack: Callable[[Any], object]) -> None:
         self.saved, self.pack, self.unpack = saved, pack, unpack
-        self.users = 1  # the region they are on in, and every tensor packed there
+        self.users = 1  # the region that they are set for, and every tensor packed there
 
     def __call__(self, tensor: Tensor) -> _Handle:
         self.users += 1
@@ -504,7 +504,7 @@ class _Walk:
 
     def _distribute(self, node: _Node, outputs: _Grads) -> None:
         """Pass each result to its receiver, and queue the receivers that are complete."""
-        added: _Grads = []  # what was added to another gradient lives until all are passed on
+        summed: _Grads = []  # what was added to another gradient lives until all are passed on
         outputs.reverse()
         for following, place in self.edges[node]:
             received = [outputs.pop() if outputs else None]
@@ -520,10 +520,10 @@ class _Walk:
                 buffer[place] = received.pop()
             elif received[0] is not None:
                 self._add(buffer, place, received[0])
-                added += received
+                summed += received
             if not self.waiting[following]:
                 heappush(self.queue, _Ready(following))
-        _drop_in_order(added)
+        _drop_in_order(summed)
 
     def _add(self, buffer: list[Any], place: int, new: Tensor) -> None:
         """`InputBuffer::add` and `accumulate`."""

@@ -81,9 +81,9 @@ class FakeEvent:
     def _is_done(self, late: _Late) -> bool:
         """Whether a stream is done with a block when this event is over.
 
-        Of its own stream that is what was freed before it. Of other streams, what was freed before the event before it:
-        FSDP records one with each parameter that it frees, and a layer's gather, which that layer's event comes after,
-        comes after the reductions of layers before it on the one stream of the communicator.
+        Its own stream is done with what was freed before it, others with what was freed before the previous event: FSDP
+        records one with each parameter that it frees. A layer's gather comes before the layer's event, and after the
+        reductions of earlier layers, on the one stream of the communicator.
         """
         return late.freed_at < (self._at if late.user == self._stream else self._before)
 
@@ -125,7 +125,7 @@ def functions() -> dict[str, Callable[..., Any]]:
 
 
 class _Late(NamedTuple):
-    waiting: int
+    stand_in: int  # the block that waits in its place
     user: int  # a stream
     freed_at: int
     step: int
@@ -167,7 +167,7 @@ class Waiting:
         """Give back the blocks that streams are done with, as the host finds out."""
         for late in [each for each in self._late if is_done(each)]:
             self._late.remove(late)
-            self._come_back(late.waiting)
+            self._come_back(late.stand_in)
 
     def begin_step(self, step: int) -> None:
         """The host is less than a step ahead of the GPU: a stream of commands holds about a thousand."""

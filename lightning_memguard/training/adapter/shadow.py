@@ -72,7 +72,7 @@ class StepsDone(Exception):  # noqa: N818 - not an error: it ends a loop
 
 @dataclass(frozen=True)
 class LightningStep(Program):
-    """Step that a Trainer runs of a LightningModule.
+    """A step of a LightningModule, as a Trainer runs it.
 
     Attributes: those of `Program`, and
         trainer: the user's Trainer; its settings are read, nothing is changed.
@@ -519,7 +519,7 @@ class PhaseMarkerMixin:
     on_test_epoch_end = on_predict_epoch_end = on_validation_epoch_end
 
     def count_remaining_batches(self, pl_module: LightningModule) -> None:
-        """Keep what each batch leaves behind (outputs kept for later) once for every batch that would still come."""
+        """Count what each batch leaves behind (outputs kept for later) for all batches that would still come, too."""
         count, limit, size = self.program.batches_per_epoch, self.limit, self.batch_size
         left, in_all = self.alive_bytes[-1] - self.alive_bytes[-2], (count(1) if count else None) or 0
         samples = in_all * (limit if type(limit) is float else 1)
@@ -543,19 +543,15 @@ class PhaseMarkerMixin:
         """Compute what the module's metrics kept of an epoch; while it is evaluated its last batch is there, too."""
         compute_over_epoch(pl_module, self.recorder, self.batch_size, self.samples, fake=self.fake)
 
+    def begin_batch(self, index: int) -> None:
+        """Do before a training batch what callbacks do between epochs: update averages, prune."""
+        if index:
+            self.average(between_epochs=True)
+        if self.later and self.pruned < min(_PRUNINGS, self.epochs) and (index - self.later[0]) % 2 and self.pruners:
+            self.prune()
+
     def ends_before(self, index: int) -> bool:
-        """Update averages between two batches; True if the loader ends here, because what its batches leave adds up."""
-        if self.program.trains:
-            if index:
-                self.average(between_epochs=True)
-            if (
-                self.pruners
-                and self.later
-                and self.pruned < min(_PRUNINGS, self.epochs)
-                and (index - self.later[0]) % 2
-            ):
-                self.prune()
-            return False
+        """Whether an evaluation's loader ends here, because what its batches leave adds up."""
         count, limit = self.program.batches_per_epoch, self.limit
         batches = (count(self.batch_size) if count and self.loaders == 1 else None) or 0  # 0 if unknown
         batches = min(batches, limit) if isinstance(limit, int) else int(batches * limit)
@@ -563,7 +559,7 @@ class PhaseMarkerMixin:
 
 
 def _use_of(holder: Holder, module: LightningModule, others: Iterable[object]) -> Use:
-    """Of a metric's list, how the module uses the metric: Lightning resets those that are passed to ``self.log``."""
+    """How the module uses a list, or the metric that it is in: Lightning resets metrics passed to ``self.log``."""
     if isinstance(holder.owner, Metric):
         used = [use_of(Holder("", name, module), others) for name in holder.name.split(".")[1:-1]]
         return used[0]._replace(is_cleared=any(use.is_cleared for use in used)) if used else Use()
@@ -581,7 +577,9 @@ class EndlessLoader:
 
     def __iter__(self) -> Iterator[object]:
         for index in itertools.count() if self.program.trains else range(_EVALUATED):
-            if self.marker.ends_before(index):
+            if self.program.trains:
+                self.marker.begin_batch(index)
+            elif self.marker.ends_before(index):
                 return
             yield self._batch()
 

@@ -34,7 +34,7 @@ _GRAIN = 1024  # parts of what is missing that the search counts in
 
 @dataclass(frozen=True)
 class Remedy:
-    """One thing to change: its name, what to write, its cost in accuracy, time or behavior, the program with it.
+    """One thing to change: its name, what to write, its cost in accuracy, time or behavior, and ``apply``.
 
     Two of one ``kind`` are not combined. Its batches are ``share`` times smaller.
     """
@@ -52,7 +52,7 @@ Family = tuple[Remedy, ...]
 
 
 def families_for(prediction: Prediction, batch_size: int, usable_bytes: int | None = None) -> list[Family]:
-    """All that apply, in the one order: what changes the training least is tried first, and named first.
+    """Return all remedies that apply, in the order to try and name them: what changes the training least comes first.
 
     Where a step does not fit ``usable_bytes``, activation checkpointing has degrees.
     """

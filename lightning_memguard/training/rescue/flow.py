@@ -334,9 +334,10 @@ class Flow(TorchDispatchMode):
             self._arranged.append((what, values.detach().clone()))
         if place == len(found) and self.extends and not self.script.complete:
             found.append(found[before[0]] if before else place + 1)
-        if place >= len(found) or (found[place] <= place and found[place] - 1 not in before):
+        number = found[place] if place < len(found) else 0  # place + 1 of the first sort of the program into this order
+        if number <= place and number - 1 not in before:
             raise refuse(f"{call.info.name} sorts in another way in other parts of its batch")
-        return found[place]
+        return number
 
     def _layouts(self, call: rules.OperatorCall) -> list[Layout]:
         expands = call.info.name == "expand" and call.kinds == {"whole"}

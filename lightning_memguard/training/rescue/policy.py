@@ -109,7 +109,7 @@ class Policy:
             self.too_large_bytes, self._patience = math.inf, _PATIENCE
 
     def most_samples(self, failed: Samples) -> int:
-        """How many samples of a whole batch that failed to run at once."""
+        """Learn from a whole batch that failed; return how many of its samples to run at once."""
         if failed.nbytes >= self.too_large_bytes:
             self._patience *= _MORE  # it was tried again, and failed again
         self.too_large_bytes = min(self.too_large_bytes, failed.nbytes)
@@ -121,7 +121,7 @@ class Policy:
         return half if known is None else max(1, min(known, half))
 
     def smaller(self, failed: Samples) -> int:
-        """How many samples of a part that failed to run at once."""
+        """Learn from a part that failed; return how many of its samples to run at once."""
         self._fitting_bytes = min(self._fitting_bytes, failed.nbytes / 2)
         return math.ceil(failed.count / 2)
 

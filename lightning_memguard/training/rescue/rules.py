@@ -27,11 +27,12 @@ class Info:
 
     Attributes:
         func: its overload.
+        namespace: such as ``"aten"``.
         name: without the underscore of the form that writes to its first argument.
         written: the names of the arguments that it writes to.
         draws: whether it may draw random numbers.
         pointwise: whether each element follows from those at the same place.
-        empties: whether what it returns is not written yet.
+        empties: whether it allocates its result and writes nothing to it.
         is_composite: whether it is made of others, as which autograd sees it; in inference mode it comes as one.
     """
 
@@ -75,7 +76,7 @@ class OperatorCall:
     """An operator, what it takes and returns.
 
     Attributes:
-        makes: whether it makes rows for samples, from a size.
+        makes: whether it makes rows for samples, as `torch.zeros` of their number does.
         arranged: the arrangement that a sort or a packing brings samples into.
     """
 
@@ -240,7 +241,7 @@ def _inverse(call: OperatorCall) -> Layout:
 
 
 def _keeps_places(call: OperatorCall) -> bool:
-    """Whether an operator moves places of samples, or indexes by them; those of some samples may be moved less."""
+    """Whether an operator moves places of samples, or indexes by them; for those of only some samples, fewer do."""
     name = call.info.name
     if any(o.ragged for o in call.layouts if o.kind == "order"):
         return name in _SOME_PLACES or (name in ("view", "_unsafe_view") and call.first[0].shape[1:].numel() <= 1)
@@ -528,7 +529,7 @@ def _sort(call: OperatorCall) -> list[Layout]:
 
 @_rule("_pack_padded_sequence")
 def _pack(call: OperatorCall) -> list[Layout]:
-    """The tokens of all samples, in an order of their own, and how many samples have each."""
+    """Return the tokens of all samples, in an order of their own, and at each time how many samples have one."""
     x, lengths = map(call.of, call.args[:2])
     call.mixes_if(x.place() != (0 if call.args[2] else 1, 1, 1))
     call.mixes_if(lengths.place() != (0, 1, 1) or x.arranged != lengths.arranged)

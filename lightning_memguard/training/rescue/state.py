@@ -155,7 +155,7 @@ class Noted(NamedTuple):
             np.random.set_state((name, np.frombuffer(keys, np.uint32), *rest))  # noqa: NPY002 - users draw from it
 
     def tensors_left(self) -> Iterator[Left]:
-        """Yield the tensors that Python's state has got since, or that were changed in place."""
+        """Yield the tensors that Python's state has gained since, or that were changed in place."""
         seen = {id(cell.container) for cell in self.cells}
         changed = {id(held.tensor) for held in self.held if _has_changed(held)}
         for cell, saved in zip(self.cells, self.saved, strict=True):
@@ -168,7 +168,7 @@ class Noted(NamedTuple):
                             yield left
 
     def unknown_draws(self) -> list[str]:
-        """The random numbers whose states were not noted; see `random_states`."""
+        """The generators whose states were not noted; see `random_states`."""
         return [field for field, state in zip(RandomStates._fields, self.random, strict=True) if state is None]
 
 
@@ -254,7 +254,7 @@ class StepState:
             is_users = not type(each).__module__.startswith("torch.nn.")
             if is_users:
                 self._plant(_SIZE, attributes, name)
-                self._plant(_names(attributes, self._is_users), attributes, name)
+                self._plant(_kind_of_names(attributes, self._is_users), attributes, name)
             else:
                 layers.append(attributes)
             if each._buffers and not isinstance(each, _BatchNorm):
@@ -263,12 +263,12 @@ class StepState:
                 without_buffers.append(each._buffers)
         for source in {cls.__module__: None for cls in type(self._module).__mro__ if not _is_library(cls)}:
             names = vars(sys.modules[source])
-            self._plant(_names(names, _is_global_state), names, source)
+            self._plant(_kind_of_names(names, _is_global_state), names, source)
         self._plant(_NO_BUFFERS, without_buffers, "buffers")
         self._plant(_TRAINING, layers, "training")
         self._plant(_REQUIRES_GRAD, self._every_parameter, "requires_grad")
         connector = vars(self._connector)
-        self._plant(_names(connector, lambda key, _: key == "_current_fx"), connector, "logging")
+        self._plant(_kind_of_names(connector, lambda key, _: key == "_current_fx"), connector, "logging")
         self._sort()
 
     def _is_users(self, key: str, _: object) -> bool:
@@ -336,7 +336,7 @@ class StepState:
         if (classes := [*map(type, values)]) != self._classes:  # where what is follows from the classes
             self._classes, self._at = classes, [[], [], [], []]
             for at, cls in enumerate(classes):
-                if cls not in _PLAIN and (place := _place(cls)) is not None:
+                if cls not in _PLAIN and (place := _place_by_class(cls)) is not None:
                     self._at[place].append(at)
         tensors, tuples, objects, containers = self._at
         found = [values[at] for at in tensors]
@@ -591,7 +591,8 @@ def _kind_of(cls: type) -> _Kind | None:
     return _SLOTS if any("__slots__" in vars(each) for each in cls.__mro__) else None
 
 
-def _place(cls: Any) -> int | None:
+def _place_by_class(cls: Any) -> int | None:
+    """Where `_look` lists values of a class: with tensors, tuples, objects or containers."""
     if issubclass(cls, (torch.Tensor, tuple)):
         return int(issubclass(cls, tuple))
     kind = _kind_of(cls)
@@ -659,7 +660,7 @@ def _put_slots(thing: object, saved: dict[str, Any]) -> None:
         object.__setattr__(thing, name, value)
 
 
-def _names(container: dict[str, Any], fits: Callable[[str, Any], bool]) -> _Kind:
+def _kind_of_names(container: dict[str, Any], fits: Callable[[str, Any], bool]) -> _Kind:
     """Return how some of the names in a dictionary are noted."""
     keys = [key for key, value in container.items() if fits(key, value)]
     known, noted = frozenset(container), frozenset(keys)

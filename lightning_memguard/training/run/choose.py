@@ -112,7 +112,7 @@ class Planner:
     def _work(self, terms: _Terms | None) -> Attempt[RunProfile] | Attempt[Choice]:
         if terms is None:
             return attempt(lambda: self._captured_profile().detached())
-        return attempt(lambda: self._chosen(terms))
+        return attempt(lambda: self._choose_on(terms))
 
     def _captured_profile(self) -> RunProfile:
         if self._captures is None:
@@ -126,7 +126,7 @@ class Planner:
             self._profile = profile_of(self._reading, self._captures)
         return cast("RunProfile", self._profile)
 
-    def _chosen(self, terms: _Terms) -> Choice:
+    def _choose_on(self, terms: _Terms) -> Choice:
         profile = terms.applied_to(self._captured_profile())
         decision, chosen = _choice(profile, self._settings)
         if profile.request.prefers_fast and decision.footprint:

@@ -160,7 +160,7 @@ class GuardedRun:
             setattr(self.trainer, name, value)
 
     def _batch_size(self) -> int:
-        """Asked for when the loaders are made: by then the other callbacks hold what they will hold."""
+        """Return the size to make loaders with; checked again, as other callbacks now hold what they will hold."""
         reason = attempt(self._recheck).reason
         if reason:
             self._warn(f"MemGuard could not count what other callbacks hold: {reason}")
@@ -201,7 +201,7 @@ class GuardedRun:
         What the warning says is not printed as well.
         """
         self._announced = True
-        self._keep_closures_whole()
+        self._undo_division_for_lbfgs()
         if self.trainer.is_global_zero:
             warning = warning_of(self.decision)
             if self.trains and self.decision.footprint:
@@ -211,8 +211,8 @@ class GuardedRun:
             for text in filter(None, (warning, kept_words(self.decision))):
                 self._warn(text)
 
-    def _keep_closures_whole(self) -> None:
-        """Undo a division that optimizers now turn out not to allow: LBFGS asks for its step's gradients many times."""
+    def _undo_division_for_lbfgs(self) -> None:
+        """Undo a division if optimizers, which exist only now, ask for a step's gradients many times, as LBFGS does."""
         decision = self.decision
         if decision.pieces > 1 and any(isinstance(optimizer, LBFGS) for optimizer in self.trainer.optimizers):
             asked, size = decision.requested_batch_size, decision.batch_size
@@ -318,7 +318,7 @@ class GuardedRun:
             self._warn(overrun_words(footprint, measured, budget, size, watch.largest and watch.largest[0], kept))
 
     def check_batch(self, role: str, batch: object, batch_idx: int) -> None:
-        """Warn of a batch that is larger than predicted; return what collating it has freed."""
+        """Return to the system what collating a batch has freed; warn of a batch that is larger than predicted."""
         if self._trim is not None:
             self._trim()
         self.measuring.at_batch(batch_idx, trains=role == "train")
@@ -542,7 +542,7 @@ class SnapshotRecorder:
         self._first_step = 0
 
     def goes_on(self) -> bool:
-        """Start with the first batch; whether steps are still to be recorded."""
+        """Start, at the first call; return whether steps are still to be recorded."""
         trainer = self._trainer
         if self._snapshot is None:
             self._first_step = trainer.global_step

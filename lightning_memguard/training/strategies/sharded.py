@@ -55,17 +55,14 @@ class Layout:
 
     @classmethod
     def of(cls, strategy: Any, devices: int = 0, nodes: int = 0) -> Layout | None:
-        """The ranks of a strategy that can be captured, else None; as many as it has, or as many as are given."""
+        """The ranks of a strategy that can be captured, else None; 0 is as many as the strategy has."""
         if not is_a(strategy, *CAPTURED, "DeepSpeedStrategy"):
             return None
         return cls(strategy, devices or max(1, strategy.num_processes), nodes or max(1, strategy.num_nodes))
 
     @property
     def begins_on_host(self) -> bool:
-        """Whether the parameters must not be on the device before they are sharded, as they stay off it.
-
-        DeepSpeed's engine moves them itself, once it has converted them.
-        """
+        """Whether the parameters stay on the host until they are sharded, as FSDP offloads or DeepSpeed moves them."""
         if self.is_deepspeed:
             return True
         return bool(getattr(getattr(self.strategy, "cpu_offload", None), "offload_params", False))
@@ -115,7 +112,7 @@ class Layout:
         own = kind.__new__(kind)
         vars(own).update(vars(self.strategy))
         kwargs = self.arguments(getattr(own, "kwargs", {}))
-        unused = {name: copy.copy(value) for name, value in _UNUSED.items() if name in vars(own)}
+        unused = {name: copy.copy(value) for name, value in _BEFORE_SETUP.items() if name in vars(own)}
         vars(own).update(kwargs=kwargs, num_nodes=self.nodes, start=start, **unused)
         self.place(own, device, trainer.strategy.accelerator)
         own.precision_plugin = precision
@@ -127,7 +124,7 @@ class Layout:
         """Return the arguments that the strategy passes to FSDP, without objects of a real group of processes.
 
         Raises:
-            CannotTraceError: there is no doing without.
+            CannotTraceError: it was given such a group, which cannot be made again.
         """
         kwargs = dict(given)
         if "process_group" in kwargs:
@@ -193,8 +190,8 @@ class _Environment:
     set_world_size = set_global_rank = teardown = validate_settings = staticmethod(nothing)
 
 
-# What a strategy has after an earlier setup.
-_UNUSED: Mapping[str, Any] = {
+# What an earlier setup may have set, as it is before a setup.
+_BEFORE_SETUP: Mapping[str, Any] = {
     **dict.fromkeys(("_lightning_module", "_model", "_launcher", "_device_mesh")),
     **{name: [] for name in ("_optimizers", "_lightning_optimizers", "lr_scheduler_configs")},
 }
@@ -219,7 +216,7 @@ class OneRankStrategyMixin(_Strategy):
         if not is_a(self, "FSDPStrategy"):
             self.start(self.model)  # from here on storages are recorded
 
-    def _setup_model(self, model: nn.Module) -> nn.Module:
+    def _setup_model(self, model: nn.Module) -> nn.Module:  # of FSDP, which wraps here
         wrapped = super()._setup_model(model)
         self.start(wrapped)
         return wrapped
