@@ -30,9 +30,38 @@ _CONVOLUTION, _DECONVOLUTION = 1, 10  # `dnnl_convolution_direct`, `dnnl_deconvo
 _SRC, _DIFF_SRC, _WEIGHTS, _DIFF_WEIGHTS, _DST, _DIFF_DST, _SCRATCHPAD = 129, 130, 131, 132, 133, 134, 136
 _ARGUMENT_SRC, _INNER_BLOCKS = 1, 263  # `DNNL_ARG_SRC`, `dnnl_query_inner_nblks_s32`
 _POINTER, _INT, _SIZE = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
+_CONVOLVE = (_POINTER,) * 9  # descriptors, four lists of sizes, attributes, and in the backward pass the forward one
 _PREFIX = b"\0dnnl_"  # of their names, in a table of names that end with 0
 _MAJOR_VERSION = 3  # whose minor versions keep the interface
-_RETURNS: dict[str, Any] = {  # others return a status
+_FUNCTIONS = {
+    "dnnl_version": (),
+    "dnnl_engine_create": (_POINTER, _INT, _SIZE),
+    "dnnl_memory_desc_create_with_tag": (_POINTER, _INT, _POINTER, _INT, _INT),
+    "dnnl_memory_desc_create_with_strides": (_POINTER, _INT, _POINTER, _INT, _POINTER),
+    "dnnl_memory_desc_get_size": (_POINTER,),
+    "dnnl_memory_desc_equal": (_POINTER, _POINTER),
+    "dnnl_memory_desc_query": (_POINTER, _INT, _POINTER),
+    "dnnl_memory_desc_destroy": (_POINTER,),
+    "dnnl_primitive_attr_create": (_POINTER,),
+    "dnnl_primitive_attr_set_scratchpad_mode": (_POINTER, _INT),
+    "dnnl_primitive_attr_set_scales_mask": (_POINTER, _INT, _INT),
+    "dnnl_primitive_attr_set_post_ops": (_POINTER, _POINTER),
+    "dnnl_primitive_attr_destroy": (_POINTER,),
+    "dnnl_post_ops_create": (_POINTER,),
+    "dnnl_post_ops_append_sum": (_POINTER, ctypes.c_float, ctypes.c_int32, _INT),
+    "dnnl_post_ops_destroy": (_POINTER,),
+    "dnnl_convolution_forward_primitive_desc_create": (_POINTER, _POINTER, _INT, _INT, *_CONVOLVE),
+    "dnnl_convolution_backward_data_primitive_desc_create": (_POINTER, _POINTER, _INT, *_CONVOLVE),
+    "dnnl_convolution_backward_weights_primitive_desc_create": (_POINTER, _POINTER, _INT, *_CONVOLVE, _POINTER),
+    "dnnl_deconvolution_forward_primitive_desc_create": (_POINTER, _POINTER, _INT, _INT, *_CONVOLVE),
+    "dnnl_deconvolution_backward_data_primitive_desc_create": (_POINTER, _POINTER, _INT, *_CONVOLVE),
+    "dnnl_deconvolution_backward_weights_primitive_desc_create": (_POINTER, _POINTER, _INT, *_CONVOLVE, _POINTER),
+    "dnnl_matmul_primitive_desc_create": (_POINTER,) * 7,
+    "dnnl_reorder_primitive_desc_create": (_POINTER,) * 6,
+    "dnnl_primitive_desc_query_md": (_POINTER, _INT, _INT),
+    "dnnl_primitive_desc_destroy": (_POINTER,),
+}
+_RETURNS: dict[str, Any] = {
     "dnnl_version": ctypes.POINTER(_INT),
     "dnnl_memory_desc_get_size": _SIZE,
     "dnnl_primitive_desc_query_md": _POINTER,
@@ -132,20 +161,23 @@ class _RefusedError(Exception):
 
 
 class _Library:
-    """The functions of dnnl.h inside libtorch_cpu.so. What is made is a pointer, so that ctypes passes all of it."""
+    """The functions of dnnl.h inside libtorch_cpu.so."""
 
     def __init__(self, addresses: dict[str, int], omp: ctypes.CDLL) -> None:
         self.omp = omp
-        self.functions = {name: ctypes.CFUNCTYPE(_RETURNS.get(name, _INT))(at) for name, at in addresses.items()}
+        self.functions = {
+            name: ctypes.CFUNCTYPE(_RETURNS.get(name, _INT), *types)(addresses[name])
+            for name, types in _FUNCTIONS.items()
+        }
         if self.functions["dnnl_version"]()[0] != _MAJOR_VERSION:
             raise _RefusedError("dnnl_version")
-        self.engine = self.new("dnnl_engine_create", _CPU, _SIZE(0))
+        self.engine = self.new("dnnl_engine_create", _CPU, 0)
 
-    def new(self, name: str, *arguments: object) -> ctypes.c_void_p:
+    def new(self, name: str, *arguments: object) -> int:
         made = _POINTER()
-        if self.functions[name](ctypes.byref(made), *arguments) or made.value is None:
+        if self.functions[name](ctypes.addressof(made), *arguments) or made.value is None:
             raise _RefusedError(name)
-        return made
+        return made.value
 
 
 class _Question:
@@ -164,7 +196,7 @@ class _Question:
 
     def __exit__(self, *error: object) -> bool:
         self._exits.close()
-        return error[0] in (_RefusedError, KeyError)  # it has no such function
+        return error[0] is _RefusedError
 
     def convolution(
         self, operation: Operation, x: Matrix, weight: Matrix, y: Matrix, bias: bool, window: Window
@@ -194,17 +226,17 @@ class _Question:
             self._call("dnnl_primitive_attr_set_scales_mask", self._attributes, _ARGUMENT_SRC, 0)
         if beta:
             operations = self._new("dnnl_post_ops_create", "dnnl_post_ops_destroy")
-            self._call("dnnl_post_ops_append_sum", operations, ctypes.c_float(beta), 0, 0)
+            self._call("dnnl_post_ops_append_sum", operations, beta, 0, 0)
             self._call("dnnl_primitive_attr_set_post_ops", self._attributes, operations)
         tensors = self._given(x), self._given(weight), None, self._given(y)
         made = self._descriptor("matmul", self._library.engine, *tensors, self._attributes)
         return self._taken(made, (x, _SRC), (weight, _WEIGHTS), (y, _DST))
 
-    def _taken(self, primitive: ctypes.c_void_p, *tensors: tuple[Matrix, int]) -> Taken:
+    def _taken(self, primitive: int, *tensors: tuple[Matrix, int]) -> Taken:
         source, weights, destination = (self._piece(primitive, *tensor) for tensor in tensors)
         return Taken(source, weights, destination, self._bytes(self._query(primitive, _SCRATCHPAD)))
 
-    def _piece(self, primitive: ctypes.c_void_p, tensor: Matrix, what: int) -> Piece:
+    def _piece(self, primitive: int, tensor: Matrix, what: int) -> Piece:
         wanted, given = self._query(primitive, what), self._given(tensor)
         if self._library.functions["dnnl_memory_desc_equal"](wanted, given):
             return Piece(self._bytes(wanted), True, True, 0)
@@ -212,38 +244,39 @@ class _Question:
         engine = self._library.engine
         reorder = self._descriptor("reorder", ends[0], engine, ends[1], engine, self._new_attributes())
         blocks = ctypes.c_int()
-        self._call("dnnl_memory_desc_query", wanted, _INNER_BLOCKS, ctypes.byref(blocks))
+        self._call("dnnl_memory_desc_query", wanted, _INNER_BLOCKS, ctypes.addressof(blocks))
         return Piece(self._bytes(wanted), False, not blocks.value, self._bytes(self._query(reorder, _SCRATCHPAD)))
 
-    def _new_attributes(self) -> ctypes.c_void_p:
+    def _new_attributes(self) -> int:
         attributes = self._new("dnnl_primitive_attr_create", "dnnl_primitive_attr_destroy")
         self._call("dnnl_primitive_attr_set_scratchpad_mode", attributes, _USER_SCRATCHPAD)
         return attributes
 
-    def _wanted(self, tensor: Matrix) -> ctypes.c_void_p:
+    def _wanted(self, tensor: Matrix) -> int:
         if tensor.fixed:
             return self._given(tensor)
         sizes = (len(tensor.shape), self._list(tensor.shape), _KINDS[tensor.kind])
         return self._new("dnnl_memory_desc_create_with_tag", "dnnl_memory_desc_destroy", *sizes, _ANY_FORMAT)
 
-    def _given(self, tensor: Matrix) -> ctypes.c_void_p:
+    def _given(self, tensor: Matrix) -> int:
         sizes = (len(tensor.shape), self._list(tensor.shape), _KINDS[tensor.kind])
         strides = self._list(tensor.stride)
         return self._new("dnnl_memory_desc_create_with_strides", "dnnl_memory_desc_destroy", *sizes, strides)
 
-    def _descriptor(self, name: str, *arguments: object) -> ctypes.c_void_p:
+    def _descriptor(self, name: str, *arguments: object) -> int:
         return self._new(f"dnnl_{name}_primitive_desc_create", "dnnl_primitive_desc_destroy", *arguments)
 
-    def _query(self, primitive: ctypes.c_void_p, what: int) -> ctypes.c_void_p:
-        return _POINTER(self._library.functions["dnnl_primitive_desc_query_md"](primitive, what, 0))
+    def _query(self, primitive: int, what: int) -> int:
+        found = self._library.functions["dnnl_primitive_desc_query_md"](primitive, what, 0)
+        return found if isinstance(found, int) else 0
 
-    def _bytes(self, descriptor: ctypes.c_void_p) -> int:
-        return int(self._library.functions["dnnl_memory_desc_get_size"](descriptor)) if descriptor.value else 0
+    def _bytes(self, descriptor: int) -> int:
+        return int(self._library.functions["dnnl_memory_desc_get_size"](descriptor)) if descriptor else 0
 
     def _list(self, values: Sequence[int]) -> object:
         return ctypes.cast((ctypes.c_int64 * 12)(*values), _POINTER)
 
-    def _new(self, name: str, destroy: str, *arguments: object) -> ctypes.c_void_p:
+    def _new(self, name: str, destroy: str, *arguments: object) -> int:
         made = self._library.new(name, *arguments)
         self._exits.callback(self._library.functions[destroy], made)
         return made
@@ -259,7 +292,8 @@ def library() -> _Library | None:
     try:
         start, path = _mapped("libtorch_cpu")
         _, omp = _mapped("libgomp", near=str(Path(path).parents[1]))  # torch/lib or torch.libs: others bundle one too
-        return _Library({name: start + offset for name, offset in _symbols(path)}, ctypes.CDLL(omp))
+        addresses = _symbols(path, list(_FUNCTIONS))
+        return _Library({name: start + offset for name, offset in addresses.items()}, ctypes.CDLL(omp))
     except (OSError, LookupError, struct.error, ValueError, AttributeError, _RefusedError):
         return None
 
@@ -276,8 +310,8 @@ def _mapped(name: str, near: str = "") -> tuple[int, str]:
     return next((each for each in found if each[1].startswith(near)), found[0])
 
 
-def _symbols(path: str) -> list[tuple[str, int]]:
-    """Addresses of dnnl.h's functions in a library's symbol table (``.symtab`` of a 64-bit little-endian ELF file)."""
+def _symbols(path: str, names: Sequence[str]) -> dict[str, int]:
+    """Addresses of functions in a library's symbol table (``.symtab`` of a 64-bit little-endian ELF file)."""
     with Path(path).open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as elf:
         if elf[:6] != b"\x7fELF\x02\x01":
             raise LookupError(path)
@@ -294,5 +328,5 @@ def _symbols(path: str) -> list[tuple[str, int]]:
             names_at[at + 1 - first] = elf[at + 1 : stop].decode()
             at = elf.find(_PREFIX, stop, end)
         entries = array("I", elf[table[4] : table[4] + table[5]])
-    fields = zip(entries[::6], entries[2::6], entries[3::6], strict=True)  # name, and both halves of the address
-    return [(names_at[name], low | high << 32) for name, low, high in fields if name in names_at]
+    places = {names_at[offset]: number for number, offset in enumerate(entries[::6]) if offset in names_at}
+    return {name: entries[6 * places[name] + 2] | entries[6 * places[name] + 3] << 32 for name in names}
