@@ -613,7 +613,6 @@ def _free_bytes() -> int:
 
 
 def _most_alive(trace: Trace) -> int:
-    """The most bytes alive at once."""
     alive = most = 0
     for event in trace.events:
         alive += event.nbytes if event.action == "alloc" else -event.nbytes
