@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple, dataclass, field, replace
 from functools import partial
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -613,11 +614,8 @@ def _free_bytes() -> int:
 
 
 def _most_alive(trace: Trace) -> int:
-    alive = most = 0
-    for event in trace.events:
-        alive += event.nbytes if event.action == "alloc" else -event.nbytes
-        most = max(most, alive)
-    return most
+    """The most bytes alive at once."""
+    return max(accumulate(each.nbytes if each.action == "alloc" else -each.nbytes for each in trace.events), default=0)
 
 
 def _traces_of(
