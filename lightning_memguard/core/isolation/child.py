@@ -1,7 +1,7 @@
 """The first thing a forked child does: cut itself off, so that nothing it does reaches a file or another process.
 
-What it does in memory ends with it anyway. Here go the rest: descriptors that it shares with its parent, memory that
-both have mapped, files and processes that it might name.
+What it does in memory ends with it anyway. Here the rest is cut off: descriptors that it shares with its parent, memory
+that both have mapped, files and processes that it might name.
 """
 
 from __future__ import annotations
