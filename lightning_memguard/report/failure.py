@@ -112,7 +112,7 @@ def overrun_words(
         budget: what there was.
         would_fit: the largest batch size that would have kept the budget; 0 if none would, None if it is not known.
         larger: a batch that was larger than those predicted from; None if there was none.
-        kept: what the run leaves behind until memory ends, if that is known: no batch size helps then.
+        kept: what the run leaves behind until memory runs out, if that is known: no batch size helps then.
     """
     taken, most = measured.peak_bytes, format_bytes(predicted.most_device_bytes)
     if larger:

@@ -48,8 +48,8 @@ class Holder:
 class Holding(NamedTuple):
     """A tensor, an array, a text, or a container, and its bytes.
 
-    They count those like it too, if only some entries of a container were looked at. ``in_graph`` if a tensor is held
-    by the graph of another.
+    If only some entries of a container were looked at, the bytes of one count for others, too. ``in_graph`` if the
+    graph of another tensor holds it.
     """
 
     holder: Holder

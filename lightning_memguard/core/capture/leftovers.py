@@ -47,7 +47,7 @@ class Leftovers:
         self._allocated.append(self._recorder.newly_allocated_bytes("forward"))
 
     def are_known(self, optimizers: Iterable[Optimizer]) -> bool:
-        """Whether enough batches were noted; to be asked once the steps were recorded."""
+        """Whether enough batches were noted, once the steps were recorded; if so, expect what they leave."""
         count = len(self._alive) - 1
         if not self._last:
             self._period = self._period or max(1, count // self._steps)

@@ -1,7 +1,7 @@
 """The first thing a forked child does: cut itself off, so that nothing it does reaches a file or another process.
 
-What it does in memory ends with it anyway. Here go the rest: descriptors that it shares with its parent, memory that
-both have mapped, files and processes that it might name.
+What it does in memory ends with it anyway. Here the rest is cut off: descriptors that it shares with its parent, memory
+that both have mapped, files and processes that it might name.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _NAMED = """
 
 
 def cut_off(parent: int, keep: Collection[int], memory_bytes: int | None) -> None:
-    """Leave nothing that what runs next could change outside of this process.
+    """Keep what runs next from changing anything outside of this process.
 
     Args:
         parent: the process that forked this one, and whose end is its end.
@@ -80,7 +80,7 @@ def _limit(memory_bytes: int | None) -> None:
 
 
 def _replace_descriptors(keep: Collection[int]) -> None:
-    """Files open for reading are opened again, with an offset of their own; all else that could be written is not."""
+    """Open files that are read again, with offsets of their own; lead what could be written to the null device."""
     null = os.open(os.devnull, os.O_RDWR)
     for path in list(Path("/proc/self/fd" if _LINUX else "/dev/fd").iterdir()):
         descriptor = int(path.name)

@@ -400,8 +400,8 @@ def seed_all(seed: int) -> None:
 def faking(mode: FakeTensorMode) -> Iterator[None]:
     """Run what is inside on fake tensors, compiled modules eagerly.
 
-    Patches ``nn.Module._apply``, torch's lists of types for ``foreach``, the ``max`` of Adafactor and ``trunc_normal_``
-    for all threads of the process.
+    Patches ``nn.Module._apply``, torch's class ``FakeTensor`` and lists of types for ``foreach``, the ``max`` of
+    Adafactor and ``trunc_normal_`` for all threads of the process.
     """
     with ExitStack() as exits:
         exits.enter_context(torch.compiler.set_stance("force_eager"))

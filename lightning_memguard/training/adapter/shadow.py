@@ -344,7 +344,7 @@ class PhaseMarkerMixin:
         self.pruners: list[Pruner] = []
         self.pruned = 0  # how often
         self.epochs = max(program.trainer.max_epochs or 0, 0) or _MOST_BATCHES
-        self.later = range(0)  # the batches after the steps, and that before which to stop
+        self.later = range(0)  # the batches after the steps; before its last one, the run stops
         self.batch_size = self.batches = 0
         self.loaders = 1
         self.fake = True
@@ -399,8 +399,8 @@ class PhaseMarkerMixin:
             return
         self.name_what_is_left(self.leftovers.last_steps, pl_module)
         each = f"each step leaves {format_bytes(left)} behind{places(self.recorder.kept[:1])}"
-        limit, samples = self.program.trainer.limit_train_batches, (count(1) if count else None) or 0
-        samples = min(limit * size, samples or limit * size) if type(limit) is int else int(samples * limit)
+        limit, in_all = self.program.trainer.limit_train_batches, (count(1) if count else None) or 0
+        samples = min(limit * size, in_all or limit * size) if type(limit) is int else int(in_all * limit)
         if not samples:
             self.recorder.assumptions[f"{each}; how many steps there are is unknown, and that is not included"] = None
             return

@@ -326,7 +326,7 @@ def rewrite_loaders(
 ) -> Callable[[], None]:
     """Make a run take batches of another size; ``batch_size`` is asked for it whenever the loaders are made.
 
-    ``known`` are the loaders as they were read at setup, which are let go of; without ``batch_size``, that is all.
+    ``known`` are the loaders as they were read at setup, which are freed; without ``batch_size``, that is all.
 
     Returns:
         A function that gives the Trainer its own data source back, for when the run is over.

@@ -33,7 +33,7 @@ def largest_that_runs(
         budget: what the device offers.
         request: what was asked for.
         footprint_at: a prediction and a batch size -> what to compare with the budget.
-        refused_by: what has a batch size passed over for the next smaller one; None if nothing does.
+        refused_by: what forbids a batch size, so that the next smaller one is tried; None if nothing does.
 
     Returns:
         The decision, and the prediction that it is made from: another than was passed if the capture disagreed.

@@ -1,4 +1,4 @@
-"""Memory that ran out: which exceptions say so, and how to let go of what a failed step holds."""
+"""Memory that ran out: which exceptions say so, and how to free what a failed step holds."""
 
 from __future__ import annotations
 

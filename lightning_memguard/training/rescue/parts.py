@@ -147,7 +147,7 @@ class Passes:
 
         Raises:
             Refused: the step in parts would be, or might be, another step.
-            BaseException: what a part of one sample raised, of memory that ran out.
+            BaseException: not even a part of one sample fits; the error that it raised.
         """
         for name, parameter in self.module.named_parameters():
             if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):

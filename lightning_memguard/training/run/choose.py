@@ -110,6 +110,7 @@ class Planner:
         return replace(answer, value=(decision, chosen.attached_to(run)))
 
     def _work(self, terms: _Terms | None) -> Attempt[RunProfile] | Attempt[Choice]:
+        """Answer in the child: with a choice on these terms, or without terms with the profile."""
         if terms is None:
             return attempt(lambda: self._captured_profile().detached())
         return attempt(lambda: self._choose_on(terms))
@@ -128,7 +129,7 @@ class Planner:
 
     def _choose_on(self, terms: _Terms) -> Choice:
         profile = terms.applied_to(self._captured_profile())
-        decision, chosen = _choice(profile, self._settings)
+        decision, chosen = _own_choice(profile, self._settings)
         if profile.request.prefers_fast and decision.footprint:
             decision, chosen = _fast((decision, chosen), profile, self._settings, self._speed)
         asked, most = profile.request, self._settings.max_batch_size
@@ -193,10 +194,10 @@ def _fast(largest: Choice, profile: RunProfile, settings: GuardSettings, speed: 
     size = smallest_fast(lambda size: seconds_at(size) or 0.0, grown, decision.batch_size)
     if size == decision.batch_size:
         return largest
-    return _choice(replace(profile, request=replace(request, run_size=size, run_limit="time")), settings)
+    return _own_choice(replace(profile, request=replace(request, run_size=size, run_limit="time")), settings)
 
 
-def _choice(profile: RunProfile, settings: GuardSettings) -> Choice:
+def _own_choice(profile: RunProfile, settings: GuardSettings) -> Choice:
     """Return this rank's choice, and its profile once the step was captured at the chosen size."""
     validation = _fitting_validation(profile)
     profile = replace(profile, validation=validation)
@@ -239,7 +240,7 @@ def _divided(cut: Choice, profile: RunProfile, settings: GuardSettings) -> Choic
         effective = asked * request.accumulate_grad_batches * request.ranks
         try:
             kept = replace(profile.accumulating(), request=replace(request, keep_effective_batch_size=effective))
-            divided, chosen = _choice(kept, settings)
+            divided, chosen = _own_choice(kept, settings)
         except MemGuardError:
             why_not = "accumulated gradients do not fit either"
         else:

@@ -1,4 +1,4 @@
-"""Memory measured between epochs -> what grows from one to the next, and the epoch at which memory ends."""
+"""Memory measured between epochs -> what grows from one to the next, and the epoch at which memory runs out."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class GrowthWatch:
         self._harmless: Counter[bool] = Counter()  # growth that all epochs fit
 
     def note(self, peak_bytes: int, free_bytes: int, epoch: int, epochs: float) -> tuple[Kept, RunsOut] | None:
-        """Note what is there before an epoch; return what grows so that not all epochs fit, and when memory ends.
+        """Note what is there before an epoch; return what grows so that not all epochs fit, and when memory runs out.
 
         ``peak_bytes`` is of the last epoch, and ``free_bytes`` what the device had free at the start of the run.
         """
@@ -59,7 +59,7 @@ class GrowthWatch:
             holders = self._look(done)
             found = holders.get(self._named(on_host, rate, done))
             use = use_of(found, self._others) if found else Use(is_conditional=True)
-            if (use.is_conditional or use.is_cleared) and not self._goes_on(on_host, free_bytes):
+            if (use.is_conditional or use.is_cleared) and not self._keeps_growing(on_host, free_bytes):
                 continue
             room, rise = free_bytes - peak_bytes, (peak_bytes - self._peaks[1]) // (done - 1)
             if on_host:
@@ -106,7 +106,7 @@ class GrowthWatch:
             steady[name] = last if last > _STEADY * first > 0 else 0
         return steady.most_common(1)[0][0] if sum(steady.values()) > _NAMED_SHARE * rate else ""
 
-    def _goes_on(self, on_host: bool, free_bytes: int) -> bool:
+    def _keeps_growing(self, on_host: bool, free_bytes: int) -> bool:
         """Whether memory grew by as much in each of the last epochs, beyond what an allocator does."""
         if self._device.type == "cpu" or on_host:
             trim_heap()

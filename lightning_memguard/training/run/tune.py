@@ -157,11 +157,11 @@ def with_steps(tuning: Tuning) -> Tuning:
     now = attempt(lambda: steps(decision.batch_size, decision.accumulate_grad_batches, decision.pieces)).value
     asked = attempt(lambda: steps(decision.requested_batch_size, profile.request.accumulate_grad_batches)).value
     decision = replace(decision, steps_per_epoch=now, requested_steps_per_epoch=asked)
-    return replace(tuning, decision=attempt(lambda: _with_end(decision, profile)).value or decision)
+    return replace(tuning, decision=attempt(lambda: _with_what_is_left(decision, profile)).value or decision)
 
 
-def _with_end(decision: Decision, profile: RunProfile) -> Decision:
-    """Return the decision of a fit with what its steps leave behind, and when that ends it."""
+def _with_what_is_left(decision: Decision, profile: RunProfile) -> Decision:
+    """Return the decision of a fit with what its steps leave behind, and when memory runs out of it."""
     footprint, budget, facts, info = decision.footprint, decision.budget, profile.facts, profile.run.validation_info
     if footprint is None or budget is None or not profile.kept:
         return decision

@@ -25,7 +25,6 @@ _WRITE_INTO = """
     reduce_scatter_single reduce_scatter_tensor scatter send destroy_process_group
 """.split()  # noqa: SIM905 - the formatter would put each name on a line of its own
 _RETURN_VALUES = (*OF_OBJECTS, "batch_isend_irecv")
-NAMES = (*_WRITE_INTO, *_RETURN_VALUES)
 
 
 class _Done:
