@@ -479,13 +479,8 @@ def _left(value: object, name: str, replace: Callable[[Any], None], seen: set[in
 # -- cells
 
 
-def _of_batch(batch: object) -> tuple[list[tuple[_Kind, Any, Any]], Collection[torch.Tensor]]:
+def _of_batch(batch: object) -> tuple[list[tuple[_Kind, Any, Any]], list[torch.Tensor]]:
     """Return the containers of a batch, with a copy of each, and its tensors."""
-    if (kind := _FLAT.get(type(batch))) is not None:
-        saved = kind.save(batch)
-        values = saved.values() if kind is _DICT else saved
-        if {*map(type, values)} == {torch.Tensor}:
-            return [(kind, batch, saved)], values
     cells: list[_Cell] = []
     tensors: list[torch.Tensor] = []
     _walk(batch, "batch", _MOST_DEPTH, 0, cells, set(), tensors)
@@ -675,7 +670,6 @@ _REQUIRES_GRAD = _SIZE._replace(
 _OPAQUE = _Kind(len, _nothing, _put_large, _nothing, compares=False)
 _LARGE = _OPAQUE
 _ARRAY = _OPAQUE._replace(save=np.copy, put=np.copyto)
-_FLAT: dict[type, _Kind] = {tuple: _LIST, list: _LIST, dict: _DICT}
 _KINDS: dict[type, _Kind] = {
     dict: _DICT,
     list: _LIST,
