@@ -20,6 +20,7 @@ import traceback
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -45,7 +46,7 @@ from lightning_memguard.training.rescue.sizes import plain
 from lightning_memguard.training.rescue.state import Noted, StepState
 
 if TYPE_CHECKING:
-    from pytorch_lightning import LightningModule, Trainer
+    from pytorch_lightning import LightningModule
 
 _EVALUATIONS = ("validation_step", "test_step")  # of a strategy, which calls the module's
 
@@ -159,42 +160,31 @@ class EvaluationStep(Step):
             return self.own(batch, *self.rest)
 
 
+@dataclass(eq=False)
 class Again:
     """Does steps again in parts where they run out of memory.
 
-    Args:
-        trainer: the Trainer.
-        module: its module.
+    Attributes:
         policy: how large parts are, and which batches are not tried as a whole.
         cut: how batches are cut, as far as is known.
-        lenient: go on where the difference is of a known kind.
         announce: warns of something.
-
-    Attributes:
+        lenient: go on where the difference is of a known kind.
         refused: why the last step that ran out of memory was not done again.
     """
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        module: LightningModule,
-        policy: Policy,
-        cut: Cut | None,
-        announce: Callable[[str], None],
-        *,
-        lenient: bool,
-    ) -> None:
-        self.trainer: Any = trainer
-        self.module = module
-        self.policy = policy
-        self.lenient = lenient
-        self.device = trainer.strategy.root_device
-        self.refused = ""
-        self.state = StepState(trainer, module)
-        self.ranks = OtherRanks(trainer, module)
-        self._cut = cut
-        self._announce = announce
-        self.broken = False
+    trainer: Any
+    module: LightningModule
+    policy: Policy
+    cut: Cut | None
+    announce: Callable[[str], None]
+    lenient: bool
+    refused: str = field(default="", init=False)
+    broken: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        self.device = self.trainer.strategy.root_device
+        self.state = StepState(self.trainer, self.module)
+        self.ranks = OtherRanks(self.trainer, self.module)
 
     def run(self, batch: object, whole: Callable[[], Any], make: Callable[[], Step]) -> Any:
         """Run a step, in parts if it has to be.
@@ -233,7 +223,7 @@ class Again:
 
     def part_of(self, step: Step, start: int, stop: int) -> Samples:
         """Facts about some samples of a step's batch."""
-        samples, cut = next(cuts_for(step.batch, self._cut))
+        samples, cut = next(cuts_for(step.batch, self.cut))
         nbytes = batch_bytes(part_of(step.batch, cut, samples, start, stop))
         return Samples(stop - start, nbytes)
 
@@ -258,7 +248,7 @@ class Again:
     def _breaks(self, error: Exception) -> None:
         if not self.broken:
             self.broken = True
-            self._announce(f"MemGuard will not do steps that run out of memory again in parts: {reason_of(error)}")
+            self.announce(f"MemGuard will not do steps that run out of memory again in parts: {reason_of(error)}")
 
     # -- after a failure
 
@@ -285,7 +275,7 @@ class Again:
 
     def _obstacle_of_batch(self, step: Step) -> str:
         try:
-            samples, _ = next(cuts_for(step.batch, self._cut))
+            samples, _ = next(cuts_for(step.batch, self.cut))
         except CannotTraceError as error:
             return f"its batch cannot be cut by sample: {error}"
         return "" if samples > 1 else "its batch is a single sample"
@@ -300,7 +290,7 @@ class Again:
         try:
             self.ranks.failed()
             free(self.device)
-            whole = self.part_of(step, 0, next(cuts_for(step.batch, self._cut))[0])
+            whole = self.part_of(step, 0, next(cuts_for(step.batch, self.cut))[0])
             return self._in_parts(step, self.policy.most_samples(whole))
         except Refused as refused:
             self.refused = str(refused)
@@ -338,7 +328,7 @@ class Again:
     def _in_parts(self, step: Step, most: int) -> Any:
         """Run all passes; what was refused before a gradient was written may be cut in another way."""
         reason: Refused | None = None
-        for samples, cut in cuts_for(step.batch, self._cut):
+        for samples, cut in cuts_for(step.batch, self.cut):
             passes = Passes(step, cut, samples, self.module, lenient=self.lenient)
             learned = False
             try:
@@ -371,11 +361,11 @@ class Again:
 class TrainingAgain(Again):
     """Repeats training steps, between `install` and `close`."""
 
-    def __init__(self, trainer: Trainer, module: LightningModule, *args: Any, **kwargs: Any) -> None:
-        super().__init__(trainer, module, *args, **kwargs)
-        self._loop: Any = trainer.fit_loop.epoch_loop.automatic_optimization
-        self.parameters = [each for each in module.parameters() if each.requires_grad]
-        self.calls = importlib.import_module(f"{lightning_of(module).__name__}.trainer.call")  # calls hooks
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._loop: Any = self.trainer.fit_loop.epoch_loop.automatic_optimization
+        self.parameters = [each for each in self.module.parameters() if each.requires_grad]
+        self.calls = importlib.import_module(f"{lightning_of(self.module).__name__}.trainer.call")  # calls hooks
 
     def install(self) -> None:
         """Guard the steps from now on."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,18 +14,17 @@ from lightning_memguard.training.rescue.cut import Cut
 from lightning_memguard.training.rescue.policy import Policy, Rescue, Samples
 
 if TYPE_CHECKING:
-    from pytorch_lightning import LightningModule, Trainer
+    from pytorch_lightning import LightningModule
 
 _FIXED = ("parameters", "buffers", "gradients", "optimizer_state", "communication", "callbacks", "workspaces")
 _MANUAL = "with manual optimization, training_step calls the optimizers itself"
 
 
+@dataclass
 class Rescuer:
     """Does steps again in parts where they run out of memory, between `install` and `close`.
 
-    Args:
-        trainer: the Trainer.
-        module: its module.
+    Attributes:
         announce: warns of something.
         lenient: go on where the difference is of a known kind.
         cuts: how batches are cut, by role (``"train"``, ``"val"``), as far as is known.
@@ -32,39 +32,33 @@ class Rescuer:
         fitting: how many samples of a part that failed fit now; None if that is unknown.
     """
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        module: LightningModule,
-        announce: Callable[[str], None],
-        *,
-        lenient: bool = False,
-        cuts: Mapping[Any, Cut] | None = None,
-        fits_now: Callable[[int], bool] = lambda _: True,
-        fitting: Callable[[Samples], int | None] = lambda _: None,
-    ) -> None:
-        self._trainer: Any = trainer
-        self._module = module
-        self._announce = announce
+    trainer: Any
+    module: LightningModule
+    announce: Callable[[str], None]
+    lenient: bool = False
+    cuts: Mapping[Any, Cut] = field(default_factory=dict)
+    fits_now: Callable[[int], bool] = lambda _: True
+    fitting: Callable[[Samples], int | None] = lambda _: None
+
+    def __post_init__(self) -> None:
         self._announced: set[str] = set()
-        self._lenient, self._cuts = lenient, cuts or {}
         self._guards: dict[str, Again] = {}  # by role
-        self.policy = Policy(fits_now, fitting, partial(self._say, "training"))
+        self.policy = Policy(self.fits_now, self.fitting, partial(self._say, "training"))
 
     def install(self) -> None:
         """Guard the steps from now on."""
-        if self._trainer.state.fn == "fit" and self._module.automatic_optimization:
+        if self.trainer.state.fn == "fit" and self.module.automatic_optimization:
             self._guard("train", TrainingAgain, self.policy)
         self._guard("val", EvaluationAgain, Policy(notify=partial(self._say, "evaluation")))
 
     def _guard(self, role: str, kind: type[Again], policy: Policy) -> None:
         def install() -> None:
-            cut = self._cuts.get(role)
-            self._guards[role] = kind(self._trainer, self._module, policy, cut, self._announce, lenient=self._lenient)
+            cut = self.cuts.get(role)
+            self._guards[role] = kind(self.trainer, self.module, policy, cut, self.announce, lenient=self.lenient)
             self._guards[role].install()
 
         if reason := attempt(install).reason:
-            self._announce(f"MemGuard will not do steps that run out of memory again in parts: {reason}")
+            self.announce(f"MemGuard will not do steps that run out of memory again in parts: {reason}")
 
     def close(self) -> None:
         """Leave the Trainer as it was."""
@@ -74,9 +68,9 @@ class Rescuer:
     @property
     def refused(self) -> str:
         """Why the last step that ran out of memory was not done again; empty if none did."""
-        if self._trainer.training and not self._module.automatic_optimization:
+        if self.trainer.training and not self.module.automatic_optimization:
             return _MANUAL
-        guard = self._guards.get("train" if self._trainer.training else "val")
+        guard = self._guards.get("train" if self.trainer.training else "val")
         return guard.refused if guard else ""
 
     def expect(self, batch: object, larger: Larger) -> int:
@@ -92,4 +86,4 @@ class Rescuer:
         if kind not in self._announced:
             self._announced.add(kind)
             of, evaluates = (rescue.samples, rescue.at_once, rescue.changes), kind == "evaluation"
-            self._announce(rescue_words(*of, evaluates=evaluates, failed=rescue.failed))
+            self.announce(rescue_words(*of, evaluates=evaluates, failed=rescue.failed))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, MutableMapping
-from dataclasses import replace
+from dataclasses import InitVar, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -52,6 +52,7 @@ T = TypeVar("T")
 _MOST_PARTS = 4  # shown of a footprint, notes among them: twelve lines for a fit
 
 
+@dataclass(eq=False, repr=False)
 class GuardedRun:
     """Creating this tunes or checks the run; then the run is measured. All ranks must make one.
 
@@ -62,24 +63,18 @@ class GuardedRun:
         DoesNotFitError: see `tune`.
     """
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        module: LightningModule,
-        settings: GuardSettings,
-        stage: Stage,
-        snapshot: Path | None,
-        folders: MutableMapping[Trainer, Path],
-    ) -> None:
-        self.trainer = trainer
-        self.module = module
-        self.settings = settings
-        self.records: list[EpochRecord] = []
-        self.stage = stage
-        self._folders = folders
-        self.device = trainer.strategy.root_device
-        self.measuring = Measuring(trainer, module)
-        self.tuning = tune(trainer, module, settings, stage)
+    trainer: Trainer
+    module: LightningModule
+    settings: GuardSettings
+    stage: Stage
+    snapshot: InitVar[Path | None]
+    folders: MutableMapping[Trainer, Path]
+    records: list[EpochRecord] = field(default_factory=list, init=False)
+
+    def __post_init__(self, snapshot: Path | None) -> None:
+        self.device = self.trainer.strategy.root_device
+        self.measuring = Measuring(self.trainer, self.module)
+        self.tuning = tune(self.trainer, self.module, self.settings, self.stage)
         self._announced = False
         self._sized = False
         self._undo: list[Callable[[], None]] = []
@@ -88,7 +83,7 @@ class GuardedRun:
         self._folder: Path | None = None
         self._report: Report | None = None
         self._boards: Boards | None = None
-        self._recorder = SnapshotRecorder(trainer, snapshot) if snapshot else None
+        self._recorder = SnapshotRecorder(self.trainer, snapshot) if snapshot else None
         self._trim: Trimmer | None = None
         self._rescuer: Rescuer | None = None
         if self.decision.host:
@@ -283,7 +278,7 @@ class GuardedRun:
     def _show(self, profile: RunProfile) -> None:
         """Show what is known before the first step, which may be the last."""
         facts, title = profile.facts, type(self.module).__name__
-        self._folder = self._try_writing("report", lambda: folder_of(self.trainer, facts, self._folders))
+        self._folder = self._try_writing("report", lambda: folder_of(self.trainer, facts, self.folders))
         if facts.leaves_files:
             self._boards = Boards(facts.loggers, self._folder, self.stage)
             self._boards.log_setup(self.decision, self.trainer.global_step)
