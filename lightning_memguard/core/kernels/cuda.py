@@ -85,7 +85,7 @@ def _cdist_backward(call: CudaCall) -> Scratch:
     layout = TensorLayout.contiguous((batch, others, rows, width), left.element_size())
     reduced = reduction(layout, frozenset({1}), accumulator_bytes(left), call.target)
     pairs = batch * others * rows * width * left.element_size()
-    return after((copy_bytes(call["grad"]), copy_bytes(left), copy_bytes(right), pairs, *reduced))
+    return after((copy_bytes(call.first), copy_bytes(left), copy_bytes(right), pairs, *reduced))
 
 
 # -- losses and softmax

@@ -11,6 +11,7 @@ import dis
 import functools
 import importlib
 import inspect
+import logging
 import operator
 import random
 import re
@@ -404,6 +405,8 @@ def faking(mode: FakeTensorMode) -> Iterator[None]:
     Adafactor and ``trunc_normal_`` for all threads of the process.
     """
     with ExitStack() as exits:
+        logger = logging.getLogger(FakeTensorMode.__module__)  # of operators that raise, which the error says too
+        exits.enter_context(patched(logger, disabled=True))
         exits.enter_context(torch.compiler.set_stance("force_eager"))
         exits.enter_context(_modules_can_move())
         exits.enter_context(patched(torch._subclasses, FakeTensor=_Unknown))

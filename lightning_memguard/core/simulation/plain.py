@@ -36,6 +36,14 @@ _IN_PLACE_OF: dict[str, dict[OpOverload, OpOverload]] = {
     "ClampBackward0": {
         _aten.logical_and.default: _aten.logical_and_.default,
         _aten.logical_or.default: _aten.logical_or_.default,
+        _aten.masked_fill.Scalar: _aten.masked_fill_.Scalar,  # here and below: from torch 2.14 on
+    },
+    **{
+        name: {_aten.masked_fill.Scalar: _aten.masked_fill_.Scalar}
+        for name in (
+            *(f"{function}Backward0" for function in ("Maximum", "Minimum", "Fmax", "Fmin")),
+            *(f"{function}Backward1" for function in ("ClampMin", "ClampMax")),
+        )
     },
     # These make a new tensor on plain tensors as well.
     "ScatterReduceBackward0": {},

@@ -7,7 +7,7 @@ gradients of what it returned. It must return rows for what was rows, and sums f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -54,10 +54,10 @@ class CustomFunctions:
             Refused: one of them is known to run other code in its backward pass.
         """
         self._calls = []
-        own: Callable[..., Any] = torch.autograd.Function.__dict__["apply"].__func__
+        own = torch.autograd.Function.__dict__["apply"]  # a class method of Python's, or of C's from torch 2.14 on
 
         def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
-            out = own(cls, *args, **kwargs)
+            out = own.__get__(None, cls)(*args, **kwargs)
             if cls is AllReduce:
                 return out
             outs = [

@@ -87,10 +87,12 @@ def test_a_copy_of_a_module_is_compiled_as_it_is():
     module.loss = torch.compile(module.loss, backend="eager")
     with FakeTensorMode() as mode:
         copy: Any = fake_copy(module, mode, CPU)
-    wrapper = copy[0]._compiled_call_impl
-    assert wrapper is not None
-    assert wrapper._torchdynamo_orig_callable.__self__ is copy[0]
-    assert copy.loss._torchdynamo_orig_callable.__self__ is copy
+        x = torch.ones(2, copy[0].in_features)
+        with torch.compiler.set_stance("force_eager"):
+            assert mode.is_our_fake(copy.loss(x))  # not the user's weights, which raise here
+            assert mode.is_our_fake(copy[0]._compiled_call_impl(x))
+    assert hasattr(copy.loss, "_torchdynamo_orig_callable")
+    assert hasattr(copy[0]._compiled_call_impl, "_torchdynamo_orig_callable")
     assert copy[2]._compiled_call_impl is None
 
 

@@ -87,6 +87,8 @@ OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
     "norm along": lambda x: x.norm(dim=1),
     "cosine similarity": lambda x: F.cosine_similarity(x, x.flip(0)),
     "maximum": lambda x: torch.maximum(x, x.flip(0)),
+    "fmin": lambda x: torch.fmin(x, x.flip(0)),
+    "clamp_min": lambda x: x.clamp_min(x.flip(0)),
     "pow": lambda x: x.pow(x.flip(0)),
     "copysign": lambda x: torch.copysign(x, x.flip(0)),
     "repeat": lambda x: x.repeat(2, 1),
