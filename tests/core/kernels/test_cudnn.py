@@ -73,8 +73,8 @@ def test_what_pytorch_leaves_out_is_left_out():
 def test_a_turing_gpus_workspaces_are_those_that_were_recorded(operation, nbytes):
     """In the recorded allocator history of a training on a GPU of compute capability 7.5."""
     shapes = {"x": (1, 16, 64, 64), "weight": (32, 16, 3, 3), "y": (1, 32, 64, 64)}
-    first, *_ = cudnn.workspaces(replace(QUESTION, operation=operation, capability=(7, 5), **shapes)) or ()
-    assert first == nbytes
+    first, second, *_ = cudnn.workspaces(replace(QUESTION, operation=operation, capability=(7, 5), **shapes)) or ()
+    assert nbytes in ((first, second) if cudnn.version() >= 92400 else (first,))  # the recorded cuDNN is older
 
 
 @INSTALLED
