@@ -68,7 +68,6 @@ ROOMS = {
     "core/batch": [
         "__init__",
         "nesting",
-        "known_values",
         "batches",
     ],
     "core/simulation": [
@@ -194,7 +193,6 @@ ROOMS = {
 }
 NOT_STD = {
     "core/batch/nesting.py",
-    "core/batch/known_values.py",
     "core/batch/batches.py",
     "core/simulation/repeated.py",
     "core/simulation/constants.py",

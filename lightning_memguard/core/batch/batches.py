@@ -21,7 +21,6 @@ import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.nn.utils.rnn import PackedSequence
 
-from lightning_memguard.core.batch.known_values import KnownValues
 from lightning_memguard.core.batch.nesting import (
     LISTS,
     batch_size_of,
@@ -273,7 +272,7 @@ class _Scaler:
         with unset_fake_temporarily():
             continued = small if self.drawn and _is_whole(small) else _continued(small, large, self.family, self.n)
         if continued is not None and not self.real and continued.dim() == 1:
-            return continued.as_subclass(KnownValues)
+            return continued
         tensor = self._allocate(shape, small)
         if not self.real and id(small) in self.constants:
             return tensor.fill_(self.constants[id(small)])
@@ -309,8 +308,6 @@ class _Scaler:
         data = self._place(self._make(shape, small.data, small.data), small.data)
         with unset_fake_temporarily():
             sizes, order = torch.tensor(rows), torch.arange(rows[0])
-        if not self.real:
-            sizes, order = sizes.as_subclass(KnownValues), order.as_subclass(KnownValues)
         orders = (small.sorted_indices, small.unsorted_indices)
         return PackedSequence(data, sizes, *[None if o is None else order.clone().to(data.device) for o in orders])
 

@@ -115,7 +115,8 @@ class Recorder(Storages, TorchDispatchMode):
         self.module, self.source = "", None
         if step is not None:
             self.step = step
-            self.waiting.begin_step(step)
+            # The host is less than a step ahead of the GPU: a stream of commands holds about a thousand.
+            self.give_back(lambda late: late.step < step - 1)
 
     def label_held_by(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Label what optimizers hold: parameters, which a step may give other memory (``p.data = ...``), and states."""
@@ -459,7 +460,7 @@ def watching(recorder: Recorder, module: nn.Module) -> Iterator[None]:
             recorder.label(unregistered_tensors(module), "buffers")
         # Under a dispatch mode the engine adds gradients out of place, without one in place: the walk does the latter.
         walked = fake_cuda.simulated_gpu() is not None or (on_cpu and fake_cuda.can_simulate_cuda())
-        exits.enter_context(streams.watched(recorder.waiting))
+        exits.enter_context(streams.watched(recorder))
         paths_mode = _ModulePaths(recorder, walked=walked)
         if walked:
             exits.enter_context(walking(paths_mode.enter_node))

@@ -10,7 +10,7 @@ import functools
 import sys
 import traceback
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any
@@ -52,7 +52,8 @@ class Storages:
         self._references: list[weakref.ref[torch.UntypedStorage]] = []
         self._stream = 0
         self._streams: dict[int, int] = {}  # by block, if it is not the default one
-        self.waiting = streams.Waiting(self.block_of_another, self.wait, self.come_back)
+        self._users: dict[int, int] = {}  # by block, another stream that uses it
+        self._late: list[streams.Late] = []
         self._recording = True
         self._kept_bytes = 0
         self._expected: list[tuple[str, str, int]] = []
@@ -101,22 +102,25 @@ class Storages:
         if block is None and nbytes:
             self._hold(storage, self.take(nbytes, "storage.resize_", "gathered"), nbytes)
 
-    def block_of_another(self, tensor: Tensor, stream: int) -> int | None:
-        """The block behind a tensor that is recorded, if it is not this stream's."""
+    def use(self, tensor: Tensor, user: int) -> None:
+        """Note that a stream uses a tensor, unless its block is that stream's own."""
         block = self._live.get(tensor.untyped_storage()._cdata)
-        return None if block is None or self._streams.get(block, 0) == stream else block
+        if block is not None and self._streams.get(block, 0) != user:
+            self._users[block] = user
 
-    def wait(self, block: int) -> int:
-        """Keep a freed block until another stream is done with it, in the upper bound; return the one in its place."""
-        waiting = len(self._bytes)
+    def _wait(self, block: int) -> None:
+        """Keep a freed block until the stream that uses it is done, in the upper bound."""
+        waiting, user = len(self._bytes), self._users.pop(block)
         self._bytes.append(self._bytes[block])
         self._parts[waiting] = self._parts.get(block, "temporaries")
         self.add_row("alloc", waiting, WAITS, self._streams.get(block, 0), case="high")
-        return waiting
+        self._late.append(streams.Late(waiting, user, streams.now(), self.step))
 
-    def come_back(self, waiting: int) -> None:
-        """Free the placeholder of a block that waited for a stream."""
-        self.add_row("free", waiting, WAITS, case="high")
+    def give_back(self, is_done: Callable[[streams.Late], bool]) -> None:
+        """Give back the blocks that streams are done with, as the host finds out."""
+        for late in [each for each in self._late if is_done(each)]:
+            self._late.remove(late)
+            self.add_row("free", late.waiting, WAITS, case="high")
 
     def mark_held(self) -> None:
         """Mark this moment: memory that the run holds on its device throughout was allocated before it."""
@@ -234,7 +238,8 @@ class Storages:
         if self._live.get(address) == block:
             del self._live[address]
             self.add_row("free", block, "")
-            self.waiting.free(block)
+            if block in self._users:
+                self._wait(block)
 
     def _keep_activations(self) -> None:
         """Label blocks that are still held when the backward pass starts as activations, if they have no part yet."""

@@ -87,34 +87,12 @@ _TWICE = ("batch_norm_backward", "native_group_norm", "_batch_norm_with_update")
 _IF_TRAINING, _TRAINING = ("native_batch_norm", "cudnn_batch_norm"), 5  # place of the argument
 _GATHERS = ("embedding", "index", "index_select", "gather", "_embedding_bag", "embedding_renorm_")
 _RANDOM = (
-    "native_dropout",
-    "bernoulli",
-    "uniform",
-    "normal",
-    "rand",
-    "randn",
-    "rand_like",
-    "randn_like",
-    "multinomial",
+    *("native_dropout", "bernoulli", "multinomial"),
+    *("uniform", "normal", "rand", "randn", "rand_like", "randn_like"),
 )
 _SPECIAL = (
-    *(
-        "exp",
-        "log",
-        "pow",
-        "sin",
-        "cos",
-        "erf",
-        "tanh",
-        "sigmoid",
-        "gelu",
-        "silu",
-        "mish",
-        "elu",
-        "softplus",
-        "softmax",
-    ),
-    *("log_softmax", "logsumexp", "log_sigmoid_forward", "binary_cross_entropy_with_logits"),
+    *("exp", "log", "pow", "sin", "cos", "erf", "tanh", "sigmoid", "log_sigmoid_forward", "logsumexp"),
+    *("gelu", "silu", "mish", "elu", "softplus", "softmax", "log_softmax", "binary_cross_entropy_with_logits"),
 )
 _LEAST_CHANNELS = 8  # of each group: a tensor core multiplies blocks of 8 or 16 of them
 

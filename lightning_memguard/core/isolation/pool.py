@@ -7,12 +7,12 @@ import math
 import os
 import pickle
 import random
-import select
 import signal
 import warnings
 from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from multiprocessing.connection import Connection, Pipe, wait
 from time import monotonic
 from typing import Any, Generic, TypeVar, cast
 
@@ -32,8 +32,6 @@ SILENT_SECONDS = 30.0  # of the processor, without a sign of life: no operator t
 BLOCKED_SECONDS = 10.0  # asleep, without a sign of life
 _BEAT_SECONDS = 1.0
 _POLL_SECONDS = 0.2
-_BEAT, _ANSWER = b"\0", b"\1"
-_LENGTH = 8  # bytes of the number in front of what is sent
 # A child takes these from the module.
 _kill, _kill_group = os.kill, getattr(os, "killpg", os.kill)
 
@@ -158,7 +156,7 @@ class Children(Generic[Request, Value]):
         self._children.append(child)
         return child
 
-    def _serve(self, requests: int, answers: int) -> None:
+    def _serve(self, requests: Connection, answers: Connection) -> None:
         self._begin()
         _serve(self._handle, requests, answers, trusted=self._trusted)
 
@@ -167,14 +165,11 @@ class Children(Generic[Request, Value]):
 
     def _wait(self) -> None:
         busy = {child.answers: child for child in self._children if child.is_busy}
-        poll = select.poll()
-        for descriptor in busy:
-            poll.register(descriptor, select.POLLIN)
         beat()
         self._while_waiting()
-        ready = {descriptor for descriptor, _ in poll.poll(_POLL_SECONDS * 1000)}
-        for descriptor, child in busy.items():
-            answer = (child.read() if descriptor in ready else None) or child.overdue()
+        ready = wait([*busy], _POLL_SECONDS)
+        for sent, child in busy.items():
+            answer = (child.read() if sent in ready else None) or child.overdue()
             if answer is not None:
                 self._answers[cast("Request", child.request)] = answer
                 child.is_busy = False
@@ -187,31 +182,27 @@ class Children(Generic[Request, Value]):
 class _Child:
     """One child, seen from its parent. ``request`` is what it works on, or worked on last."""
 
-    def __init__(self, serve: Callable[[int, int], None], memory_bytes: int | None, *, trusted: bool) -> None:
+    def __init__(
+        self, serve: Callable[[Connection, Connection], None], memory_bytes: int | None, *, trusted: bool
+    ) -> None:
         parent, state = os.getpid(), random.getstate()
-        asked, self._requests = os.pipe()
-        self.answers, answers = os.pipe()
+        asked, self._requests = Pipe(duplex=False)
+        self.answers, answers = Pipe(duplex=False)
         self.request: Any = None
         self.is_busy = False
         self.doing = ""
-        self._received = bytearray()
         self._trusted = trusted
         self._is_cut_off = self._has_ended = False
-        try:
-            self._process = _fork()
-        except OSError:
-            for descriptor in (asked, answers, self._requests, self.answers):
-                os.close(descriptor)
-            raise
+        self._process = _fork()
         if not self._process:
             try:
-                cut_off(parent, (asked, answers), memory_bytes)
+                cut_off(parent, (asked.fileno(), answers.fileno()), memory_bytes)
                 random.setstate(state)  # which Python sets anew after a fork
                 serve(asked, answers)
             finally:
                 os._exit(1)
-        os.close(asked)
-        os.close(answers)
+        asked.close()
+        answers.close()
         self._started = self._awake = monotonic()
         self._used = 0.0  # seconds of processor time when it was heard last
 
@@ -219,25 +210,20 @@ class _Child:
         self.request, self.is_busy = request, True
         self._started = self._awake = monotonic()
         with contextlib.suppress(BrokenPipeError):  # it has died, which `read` will find
-            _send(self._requests, b"", _pickled(request))
+            self._requests.send_bytes(_pickled(request))
 
     def read(self) -> Answer[Any] | None:
-        """Read what it sent; its answer, once that is complete."""
-        data = os.read(self.answers, 1 << 20)
-        if not data:
+        """Read what it sent: its answer, or a sign of life, some of them with words."""
+        try:
+            sent = pickle.loads(self.answers.recv_bytes())  # noqa: S301 - from our own child
+        except (EOFError, OSError):  # before or within what it sent
             return self._ended()
-        if not self._received:  # signs of life, some of them with words, before the answer
-            beats, kind, data = data.partition(_ANSWER)
-            self.doing = next((word.decode() for word in reversed(beats.split(_BEAT)) if word), self.doing)
-            data = kind + data
         self._awake, self._used = monotonic(), self._processor_seconds()
         self._is_cut_off = True
-        self._received += data
-        start = len(_ANSWER) + _LENGTH
-        if len(self._received) < start + int.from_bytes(self._received[1:start], "big"):
-            return None
-        sent, self._received = self._received[start:], bytearray()
-        return cast("Answer[Any]", pickle.loads(sent))  # noqa: S301 - from our own child
+        if isinstance(sent, Answer):
+            return sent
+        self.doing = sent or self.doing
+        return None
 
     def overdue(self) -> Answer[Any] | None:
         """Why no more is to be expected of it; None while it may still answer."""
@@ -278,8 +264,8 @@ class _Child:
 
     def end(self) -> None:
         """End it, whatever it does, and the processes that it started."""
-        os.close(self._requests)
-        os.close(self.answers)
+        self._requests.close()
+        self.answers.close()
         if not self._has_ended:
             for kill in (_kill_group, _kill):
                 with contextlib.suppress(ProcessLookupError):
@@ -318,7 +304,7 @@ def processors() -> int:
 
 # -- in the child
 
-_beats_to = -1  # the descriptor; -1 in a process that nobody waits for a sign of life of
+_beats_to: Connection | None = None  # None in a process that nobody waits for a sign of life of
 _is_trusted = False
 _next_beat = 0.0
 
@@ -330,52 +316,38 @@ def can_fork() -> bool:
 
 def in_child() -> bool:
     """Whether this process is a child of a pool that is not trusted."""
-    return _beats_to >= 0 and not _is_trusted
+    return _beats_to is not None and not _is_trusted
 
 
 def beat() -> None:
     """Send a sign of life, if the parent waits for one."""
     global _next_beat  # noqa: PLW0603
-    if _beats_to >= 0 and monotonic() > _next_beat:
+    if _beats_to and monotonic() > _next_beat:
         _next_beat = monotonic() + _BEAT_SECONDS
-        os.write(_beats_to, _BEAT)
+        tell("")
 
 
 def tell(doing: str) -> None:
-    """Send what is being done as a sign of life, in words of ASCII."""
-    if _beats_to >= 0:
-        os.write(_beats_to, doing.encode("ascii", "replace") + _BEAT)
+    """Send what is being done as a sign of life."""
+    if _beats_to:
+        _beats_to.send_bytes(_pickled(doing))
 
 
-def _serve(handle: Callable[[Any], Any], requests: int, answers: int, *, trusted: bool) -> None:
+def _serve(handle: Callable[[Any], Any], requests: Connection, answers: Connection, *, trusted: bool) -> None:
     global _beats_to, _is_trusted
     _beats_to, _is_trusted = answers, trusted
-    os.write(answers, _BEAT)  # it is cut off
+    tell("")  # it is cut off
     while True:
-        length = int.from_bytes(_read(requests, _LENGTH), "big")
-        request = pickle.loads(_read(requests, length))  # noqa: S301 - from our own parent
+        try:
+            request = pickle.loads(requests.recv_bytes())  # noqa: S301 - from our own parent
+        except EOFError:
+            os._exit(0)
         try:
             answer = _pickled(Answer(handle(request)))
         except BaseException as error:  # noqa: BLE001 - whatever it was ends here
             answer = _pickled(Answer(lost=f"{type(error).__name__}: {error}"))
-        _send(answers, _ANSWER, answer)
+        answers.send_bytes(answer)
 
 
 def _pickled(value: object) -> bytes:
     return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
-
-
-def _send(descriptor: int, kind: bytes, content: bytes) -> None:
-    left = memoryview(kind + len(content).to_bytes(_LENGTH, "big") + content)
-    while left:
-        left = left[os.write(descriptor, left) :]
-
-
-def _read(descriptor: int, count: int) -> bytes:
-    data = b""
-    while len(data) < count:
-        more = os.read(descriptor, count - len(data))
-        if not more:
-            os._exit(0)
-        data += more
-    return data

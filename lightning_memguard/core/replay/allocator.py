@@ -12,7 +12,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby, takewhile
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from lightning_memguard.core.replay.settings import OWN_SEGMENT_FROM, ROUNDUP_INTERVALS, UNLIMITED, AllocatorSettings
 from lightning_memguard.core.trace.scratch import up
@@ -86,6 +86,15 @@ class SegmentInfo:
         return sum(block.size_bytes for block in self.blocks)
 
 
+class SegmentAction(NamedTuple):
+    """What PyTorch records of device memory that is reserved or released: ``segment_alloc``, ``segment_unmap``, ..."""
+
+    action: str
+    address: int
+    nbytes: int
+    stream: int
+
+
 class Allocator:
     """PyTorch's caching allocator, without the memory.
 
@@ -94,7 +103,7 @@ class Allocator:
 
     Attributes:
         allocated_bytes, reserved_bytes: now; ``peak_reserved_bytes`` so far.
-        reservations: how often a segment, or pages of one, was reserved.
+        segment_actions: segments, or pages of one, that were reserved and released, by PyTorch's names, in order.
         retries: how often the whole cache was released to make room for one request.
 
     >>> allocator = Allocator(AllocatorSettings())
@@ -109,7 +118,8 @@ class Allocator:
     def __init__(self, settings: AllocatorSettings) -> None:
         assert settings.kind == "cuda", "exact memory needs no allocator"
         self.settings = settings
-        self.allocated_bytes = self.reserved_bytes = self.peak_reserved_bytes = self.reservations = self.retries = 0
+        self.allocated_bytes = self.reserved_bytes = self.peak_reserved_bytes = self.retries = 0
+        self.segment_actions: list[SegmentAction] = []
         self._expandable = settings.expandable_segments
         self._capacity = UNLIMITED if settings.capacity_bytes is None else settings.capacity_bytes
         self._oversize_from = settings.max_split_size_bytes or UNLIMITED
@@ -307,14 +317,16 @@ class Allocator:
             return None if refused else self._grow(pool, size)
         if not self._fits(segment_bytes):
             return None
-        self._count_reserved(segment_bytes)
-        return self._new_segment(pool, segment_bytes, mapped=True)
+        block = self._new_segment(pool, segment_bytes, mapped=True)
+        self._note("segment_alloc", block, segment_bytes)
+        return block
 
     def _fits(self, nbytes: int) -> bool:
         return self.reserved_bytes + nbytes <= self._capacity
 
-    def _count_reserved(self, nbytes: int) -> None:
-        self.reservations += 1
+    def _note(self, action: str, block: Block, nbytes: int) -> None:
+        """Count bytes that are reserved, or less than none that are released."""
+        self.segment_actions.append(SegmentAction(action, block.address, abs(nbytes), block.pool.stream))
         self.reserved_bytes += nbytes
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
 
@@ -395,7 +407,7 @@ class Allocator:
         """Release a segment that is one free block [release_block]."""
         self._take(block)
         del self._segments[block.address]
-        self.reserved_bytes -= block.size_bytes
+        self._note("segment_free", block, -block.size_bytes)
 
     # Expandable segments
 
@@ -431,7 +443,7 @@ class Allocator:
         if pages_bytes < block.size_bytes:
             self._cache(_cut(block, pages_bytes))
         block.mapped = True
-        self._count_reserved(pages_bytes)
+        self._note("segment_map", block, pages_bytes)
         block = self._joined(block)
         self._cache(block)
         return block
@@ -454,7 +466,7 @@ class Allocator:
         if end < block.address + block.size_bytes:
             self._cache(_cut(block, end - begin))
         block.mapped = False
-        self.reserved_bytes -= end - begin
+        self._note("segment_unmap", block, begin - end)
         block = self._joined(block)
         if block.is_split:
             self._cache(block)

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from lightning_memguard.core.replay.allocator import Allocator, Block
+from lightning_memguard.core.replay.allocator import Block
 from lightning_memguard.core.replay.replay import Steps, within_capacity
 from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.core.trace.trace import Event, Trace
@@ -93,14 +92,6 @@ def snapshot(trace: Trace, settings: AllocatorSettings) -> dict[str, Any]:
     }
 
 
-class _Span(NamedTuple):
-    """Device memory of one segment: addresses from ``begin`` to before ``end``."""
-
-    begin: int
-    end: int
-    stream: int
-
-
 class _Recording:
     """Record of a replay in PyTorch's format: the entries of its trace, and the segments at its end.
 
@@ -112,8 +103,6 @@ class _Recording:
         self._allocator = steps.allocator
         self._expandable = steps.allocator is not None and steps.allocator.settings.expandable_segments
         self._live: dict[int, tuple[int, int, Event]] = {}  # by number of the block: address, size, allocation
-        self._spans: list[_Span] = []
-        self._seen = 0, 0
         self._next_address = _FIRST_ADDRESS
         for event, change in zip(steps.trace.events, steps, strict=False):
             if change > 0:
@@ -123,7 +112,9 @@ class _Recording:
 
     def _alloc(self, event: Event, size_bytes: int, block: Block | None) -> None:
         if self._allocator is not None and block is not None:
-            self._record_segments(self._allocator, event)
+            for action, begin, nbytes, stream in self._allocator.segment_actions:
+                self.entries.append(_entry(action, begin, event._replace(nbytes=nbytes, stream=stream)))
+            self._allocator.segment_actions.clear()
             address = block.address
         else:
             address = self._next_address
@@ -150,36 +141,6 @@ class _Recording:
             blocks = [_block(block.address, block.size_bytes, owners.get(block.address)) for block in segment.blocks]
             segments.append(_segment(segment.segment_type, segment.stream, blocks, self._expandable))
         return segments
-
-    def _record_segments(self, allocator: Allocator, event: Event) -> None:
-        """Compare the segments before and after a request, if any can have changed."""
-        seen = allocator.reservations, allocator.retries
-        if seen == self._seen:
-            return
-        self._seen = seen
-        before = self._spans
-        self._spans = sorted(
-            _Span(segment.address, segment.address + segment.total_bytes, segment.stream)
-            for segment in allocator.segments()
-        )
-        went, came = ("segment_unmap", "segment_map") if self._expandable else ("segment_free", "segment_alloc")
-        for action, spans, others in ((went, before, self._spans), (came, self._spans, before)):
-            for begin, end, stream in _without(spans, others):
-                self.entries.append(_entry(action, begin, event._replace(nbytes=end - begin, stream=stream)))
-
-
-def _without(spans: Sequence[_Span], others: Sequence[_Span]) -> Iterator[_Span]:
-    """The parts of some spans that no other covers; both are sorted by address, without overlaps."""
-    for span in spans:
-        begin = span.begin
-        for other in others:
-            if other.end <= begin or other.begin >= span.end:
-                continue
-            if other.begin > begin:
-                yield span._replace(begin=begin, end=other.begin)
-            begin = other.end
-        if begin < span.end:
-            yield span._replace(begin=begin)
 
 
 # The format

@@ -31,7 +31,6 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_memguard.core.batch.known_values import KnownValues
 from lightning_memguard.core.batch.nesting import is_dense
 from lightning_memguard.core.foreign import added, find, patched
 from lightning_memguard.core.foreign import aten as _aten
@@ -513,7 +512,7 @@ def call(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> objec
     This differs from torch in: 1. A deep copy of a fake tensor makes no real storage. 2. A float that is read (usually
     to be logged) is an `UnknownFloat`; ``float(tensor)`` must return a plain float, so comparing that one goes
     unnoticed. 3. Arguments that distributions validate are valid, as is what the step refuses by ``if ...: raise``.
-    4. Known values are read as NumPy arrays. 5. The rows of a packed sequence, which the step reads, are known.
+    4. Known values are read as NumPy arrays. 5. A packed sequence is padded without its values.
     """
     if args and isinstance(args[0], FakeTensor):
         if func is torch.Tensor.__deepcopy__:
@@ -529,17 +528,31 @@ def call(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> objec
             return answer if valid is None else valid
         if func in _READS_ARRAY and (value := known_value(args[0])) is not None:
             return func(value, *args[1:], **kwargs)
-        if func is _PACK_PADDED:
-            data, rows = func(*args, **kwargs)
-            return data, rows.as_subclass(KnownValues)
+        if func is _PAD_PACKED:
+            return _padded(*args)
     return func(*args, **kwargs)
 
 
-_PACK_PADDED = find("torch._VF._pack_padded_sequence")
+_PAD_PACKED = find("torch._VF._pad_packed_sequence")  # what `pad_packed_sequence` calls, in torch 2.9 to 2.13
 _IS_ALL_TRUE = find("torch._is_all_true")
 _ASKS_WHETHER = (torch.Tensor.__bool__, _IS_ALL_TRUE)
 _READS_FLOAT = (torch.Tensor.item, torch.Tensor.__float__)
 _READS_ARRAY = (torch.Tensor.numpy, torch.Tensor.__array__)
+
+
+def _padded(data: Tensor, sizes: Tensor, batch_first: bool, padding: float, length: int) -> tuple[Tensor, Tensor]:
+    """``_pad_packed_sequence`` in Python, after ATen/native/PackedSequence.cpp, which writes into memory."""
+    rows: list[int] = sizes.tolist()
+    output = data.new_full((length, rows[0], *data.shape[1:]), padding)
+    start = offset = 0
+    for step, row in enumerate(rows, start=1):
+        if step == len(rows) or rows[step] != row:
+            count = (step - start) * row
+            output[start:step, :row].copy_(data[offset : offset + count].view(step - start, row, *data.shape[1:]))
+            start, offset = step, offset + count
+    with unset_fake_temporarily():
+        lengths = (sizes.unsqueeze(1) > torch.arange(rows[0])).sum(0)
+    return (output.transpose(0, 1) if batch_first else output), lengths
 
 
 # Operators that write into their first argument and return it, with nothing else to do for a fake tensor. Torch's fake

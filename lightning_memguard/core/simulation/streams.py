@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from typing_extensions import Self
@@ -69,8 +69,8 @@ class FakeEvent:
         pass
 
     def synchronize(self) -> None:  # noqa: D102
-        for waiting in _watched:
-            waiting.give_back(self._is_done)
+        for watcher in _watched:
+            watcher.give_back(self._is_done)
 
     def query(self) -> bool:  # noqa: D102
         return True
@@ -78,7 +78,7 @@ class FakeEvent:
     def elapsed_time(self, _: FakeEvent) -> float:  # noqa: D102
         return 0.0
 
-    def _is_done(self, late: _Late) -> bool:
+    def _is_done(self, late: Late) -> bool:
         """Whether a stream is done with a block when this event is over.
 
         Its own stream is done with what was freed before it, others with what was freed before the previous event: FSDP
@@ -103,8 +103,8 @@ def _on_stream(stream: FakeStream | None) -> Iterator[None]:
 
 
 def _synchronize(*_: object) -> None:
-    for waiting in _watched:
-        waiting.give_back(lambda _: True)
+    for watcher in _watched:
+        watcher.give_back(lambda _: True)
 
 
 def functions() -> dict[str, Callable[..., Any]]:
@@ -124,64 +124,37 @@ def functions() -> dict[str, Callable[..., Any]]:
 # -- blocks that another stream uses
 
 
-class _Late(NamedTuple):
-    stand_in: int  # the block that waits in its place
+class Late(NamedTuple):
+    """A freed block that waits for a stream that used it, and the block that is in its place meanwhile."""
+
+    waiting: int
     user: int  # a stream
     freed_at: int
     step: int
 
 
-class Waiting:
-    """Blocks that another stream uses, and those that were freed and wait for it.
+def now() -> int:
+    """A moment after all that came before, as of events."""
+    return next(_clock)
 
-    Args:
-        block_of: finds the block behind a tensor, if it is not this stream's.
-        wait: keeps a freed block until the stream is done with it, in the upper bound; returns the one in its place.
-        come_back: frees what waited in place of a block.
-    """
 
-    def __init__(
-        self,
-        block_of: Callable[[torch.Tensor, int], int | None],
-        wait: Callable[[int], int],
-        come_back: Callable[[int], object],
-    ) -> None:
-        self._block_of, self._wait, self._come_back = block_of, wait, come_back
-        self._users: dict[int, int] = {}  # block -> the stream
-        self._late: list[_Late] = []
-        self._step = 0
+class Watcher(Protocol):
+    """Object that is told of blocks that another stream uses, and of waits of the host."""
 
     def use(self, tensor: torch.Tensor, user: int) -> None:
         """A stream uses a tensor."""
-        block = self._block_of(tensor, user)
-        if block is not None:
-            self._users[block] = user
 
-    def free(self, block: int) -> None:
-        """A block is freed."""
-        user = self._users.pop(block, None)
-        if user is not None:
-            self._late.append(_Late(self._wait(block), user, next(_clock), self._step))
-
-    def give_back(self, is_done: Callable[[_Late], bool]) -> None:
-        """Give back the blocks that streams are done with, as the host finds out."""
-        for late in [each for each in self._late if is_done(each)]:
-            self._late.remove(late)
-            self._come_back(late.stand_in)
-
-    def begin_step(self, step: int) -> None:
-        """The host is less than a step ahead of the GPU: a stream of commands holds about a thousand."""
-        self._step = step
-        self.give_back(lambda late: late.step < step - 1)
+    def give_back(self, is_done: Callable[[Late], bool]) -> None:
+        """The host finds out that streams are done with some blocks."""
 
 
-_watched: list[Waiting] = []  # the innermost last
+_watched: list[Watcher] = []  # the innermost last
 
 
 @contextmanager
-def watched(waiting: Waiting) -> Iterator[None]:
-    """Report blocks that another stream uses, and waits of the host, to ``waiting`` while the context is open."""
-    _watched.append(waiting)
+def watched(watcher: Watcher) -> Iterator[None]:
+    """Report blocks that another stream uses, and waits of the host, to ``watcher`` while the context is open."""
+    _watched.append(watcher)
     try:
         yield
     finally:
