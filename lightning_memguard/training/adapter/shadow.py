@@ -611,14 +611,7 @@ def _call_after_step(optimizer: Optimizer, call: Callable[[Optimizer], object]) 
     try:
         optimizer.register_step_post_hook(lambda stepped, *_: call(stepped))  # type: ignore[arg-type]
     except AttributeError:
-        step = optimizer.step
-
-        def stepping(*args: Any, **kwargs: Any) -> Any:
-            result = step(*args, **kwargs)
-            call(optimizer)
-            return result
-
-        optimizer.step = stepping  # type: ignore[method-assign]
+        deepspeed.call_around(optimizer, "step", after=lambda *_: call(optimizer))
 
 
 def _precision_of(program: LightningStep) -> Precision:

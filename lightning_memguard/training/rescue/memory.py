@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import traceback
+from collections.abc import Iterator
 
 import torch
 
@@ -36,8 +37,14 @@ def free(device: torch.device, *, again: bool = False) -> None:
         trim_heap()
 
 
+def causes_of(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an exception, and what led to it."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
 def release(error: BaseException | None) -> None:
     """Let go of what the frames of an exception hold."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
+    for each in causes_of(error):
+        traceback.clear_frames(each.__traceback__)

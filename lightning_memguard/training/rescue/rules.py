@@ -604,7 +604,8 @@ def _lies_as(call: OperatorCall, tensor: torch.Tensor, layout: Layout, dim: int)
     own = call.of(tensor)
     if not own.has_samples:
         return is_same_for_all(tensor, dim)
-    return own.dim - tensor.dim() == dim and own.place()[1:] == layout.place()[1:]
+    same = (own.place()[1:], own.ragged) == (layout.place()[1:], layout.ragged)
+    return same and own.dim - tensor.dim() == dim
 
 
 _PRODUCTS = {"mm": "mk,kn->mn", "addmm": "mk,kn->mn", "bmm": "bmk,bkn->bmn", "baddbmm": "bmk,bkn->bmn",
@@ -738,21 +739,29 @@ def _nonzero(call: OperatorCall) -> Layout:
     return Layout("order", ragged=True)
 
 
-@_rule("index masked_select")
+@_rule("index index_select masked_select")
 def _index(call: OperatorCall) -> Layout:
+    return _indexed(call)[0]
+
+
+def _indexed(call: OperatorCall) -> tuple[Layout, int]:
+    """The layout of the entries of the first tensor that are indexed, and their rank."""
     x = call.args[0]
-    indices = call.args[1] if call.info.name == "index" else [call.args[1]]
+    if "dim" in call.arguments:
+        indices = [*[None] * (call.get("dim") % x.dim()), call.get("index")]
+    else:
+        indices = [call.args[1]] if call.info.name == "masked_select" else call.args[1]
     layout, at = call.of(x), [place for place, index in enumerate(indices) if index is not None]
     given = [(indices[place], call.of(indices[place])) for place in at]
     if any(index.dtype in (torch.bool, torch.uint8) for index, _ in given):
-        return _masked(call, layout, at, given)
+        return _masked(call, layout, at, given), x.dim() - given[0][0].dim() + 1
+    grown = max(index.dim() for index, _ in given) - len(at)
+    if layout.has_samples and layout.dim in at:
+        return _own_rows(call, layout, at, given), x.dim() + grown
     if not layout.has_samples:
-        return _table(call, at, given)
-    if layout.dim not in at:
-        call.mixes_if(any(o.has_samples for _, o in given) or at[-1] - at[0] + 1 != len(at))
-        grown = max(index.dim() for index, _ in given) - len(at)
-        return layout if layout.dim < at[0] else layout.at(layout.dim + grown)
-    return _own_rows(call, layout, at, given)
+        return _table(call, at, given), x.dim() + grown
+    call.mixes_if(any(o.has_samples for _, o in given) or at[-1] - at[0] + 1 != len(at))
+    return layout if layout.dim < at[0] else layout.at(layout.dim + grown), x.dim() + grown
 
 
 def _own_rows(call: OperatorCall, layout: Layout, at: list[int], given: list[tuple[torch.Tensor, Layout]]) -> Layout:
@@ -793,46 +802,14 @@ def _masked(call: OperatorCall, layout: Layout, at: list[int], given: list[tuple
     return Layout("rows", place, 1, 1, ragged=True)
 
 
-@_rule("index_put")
+@_rule("index_put index_add index_copy")
 def _index_put(call: OperatorCall) -> Layout:
-    x, indices, values = call.args[:3]
-    layout, at = call.of(x), [place for place, index in enumerate(indices) if index is not None]
-    given = [(indices[place], call.of(indices[place])) for place in at]
-    of_values = call.of(values)
+    """What is written lies as what the same index takes."""
+    layout = call.of(call.args[0])
     call.mixes_if(not layout.has_samples)
-    if len(at) == 1 and given[0][0].dtype == torch.bool:
-        _, of_mask = given[0]
-        aligned = of_mask.has_samples and layout.place() == (at[0], 1, of_mask.inner) and of_mask.place()[:2] == (0, 1)
-        call.mixes_if(not aligned or (of_values.has_samples and (of_values.dim, of_values.ragged) != (at[0], True)))
-        call.mixes_if(not of_values.has_samples and values.dim() and values.shape[0] != 1)
-        return layout
-    if layout.dim not in at:
-        rank = x.dim() - len(at) + max(index.dim() for index, _ in given)
-        dim = layout.dim - (rank if layout.dim < at[0] else x.dim())
-        call.mixes_if(any(o.has_samples for _, o in given) or at[-1] - at[0] + 1 != len(at))
-        call.mixes_if(not _lies_as(call, values, layout, dim))
-        return layout
-    dim = _own_rows(call, layout, at, given).dim - (x.dim() - len(at) + max(i.dim() for i, _ in given))
-    call.mixes_if(not (of_values.dim - values.dim() == dim if of_values.has_samples else is_same_for_all(values, dim)))
+    taken, rank = _indexed(call)
+    call.mixes_if(not _lies_as(call, _source(call), taken, taken.dim - rank))
     return layout
-
-
-@_rule("index_select index_add index_copy")
-def _index_select(call: OperatorCall) -> Layout:
-    (x, layout), index, selects = call.first, call.get("index"), call.info.name == "index_select"
-    dim, of_x, of_index = call.get("dim") % x.dim(), call.of(call.args[0]), call.of(index)
-    if of_index.kind == "order":
-        call.mixes_if(not of_x.has_samples or of_x.place() != (dim, 1, 1) or index.dim() != 1)
-        if call.info.name != "index_add":
-            return replace(of_x, ragged=of_index.ragged)
-        of_source = call.of(call.get("source"))
-        call.mixes_if(not of_source.has_samples or of_source.place() != (dim, 1, 1))
-        return of_x
-    if of_index.has_samples and selects:
-        call.mixes_if(of_x.has_samples or of_index.place() != (0, 1, 1))
-        return Layout("rows", call.get("dim") % call.args[0].dim(), ragged=layout.ragged)
-    call.mixes_if(dim == layout.dim or of_index.has_samples)
-    return layout if selects else _along(call, {dim})
 
 
 # -- random numbers of the whole batch

@@ -21,6 +21,7 @@ from lightning_memguard.core.decision.decision import HostUse
 from lightning_memguard.core.device.host import available_memory, or_none
 from lightning_memguard.report.failure import worker_words
 from lightning_memguard.training.facts.ranks import attempt
+from lightning_memguard.training.rescue.memory import causes_of
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer
@@ -59,7 +60,7 @@ def _attributes(trainer: Trainer, module: LightningModule) -> Iterator[tuple[str
 
 
 def _in_frames(error: BaseException) -> Iterator[Tensor]:
-    for each in _chain(error):
+    for each in causes_of(error):
         for frame, _ in walk_tb(each.__traceback__):
             yield from _tensors(dict(frame.f_locals))
 
@@ -73,12 +74,6 @@ def _tensors(tree: object, depth: int = 6) -> Iterator[Tensor]:
             yield from _tensors(value, depth - 1)
 
 
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
-
-
 # -- workers
 
 _FULL = re.compile(r"unable to (?:allocate shared memory|write to file </torch|resize file </torch|mmap)[^\n]*")
@@ -86,9 +81,9 @@ _FULL = re.compile(r"unable to (?:allocate shared memory|write to file </torch|r
 
 def worker_note(error: BaseException, host: HostUse | None, kills_before: int | None) -> str:
     """Say why a loader's worker died of memory; empty for other errors. ``kills_before``: `oom_kills` at setup."""
-    text = "\n".join(map(str, _chain(error)))
+    text = "\n".join(map(str, causes_of(error)))
     # the loader may have caught the error that names the signal
-    frames = [frame for each in _chain(error) for frame, _ in walk_tb(each.__traceback__)]
+    frames = [frame for each in causes_of(error) for frame, _ in walk_tb(each.__traceback__)]
     codes = [worker.exitcode or 0 for frame in frames for worker in frame.f_locals.get("failed_workers", ())]
     signals = {Signals(-code).name for code in codes if code < 0}
     is_full = "SIGBUS" in signals or "signal: Bus error" in text or ("DataLoader worker" in text and _FULL.search(text))

@@ -285,19 +285,19 @@ def label(model: Any, recorder: Recorder) -> None:
             recorder.label([tensor], part)
 
     label_buckets()
-    _call_around(optimizer, "setup_buckets", after=label_buckets)
+    call_around(optimizer, "setup_buckets", after=label_buckets)
     offload = getattr(optimizer, "parameter_offload", optimizer)
     if hasattr(offload, "get_param_coordinator"):
-        _call_around(
+        call_around(
             offload.get_param_coordinator(),
             "fetch_sub_module",
             after=lambda module, *_: recorder.label([p.data for p in module.parameters(recurse=False)], "gathered"),
         )
     for name, part in (("all_gather_into_tensor", "gathered"), ("all_reduce", "communication")):
-        _call_around(_part("comm.comm").cdb, name, before=functools.partial(label_flat, part))
+        call_around(_part("comm.comm").cdb, name, before=functools.partial(label_flat, part))
 
 
-def _call_around(
+def call_around(
     owner: object, name: str, before: Callable[..., object] = nothing, after: Callable[..., object] = nothing
 ) -> None:
     """Call functions before and after a method, if there is one, with its arguments."""

@@ -60,6 +60,12 @@ def doubled(x: torch.Tensor) -> torch.Tensor:
     return x * 2
 
 
+def masked_features(x: torch.Tensor) -> torch.Tensor:
+    out = x * 2
+    out[:, torch.tensor([True, False, True, False])] = x[:, :2]
+    return out
+
+
 ROWS: dict[str, Function] = {
     # element by element
     "relu": lambda x: x.relu(),
@@ -130,6 +136,9 @@ ROWS: dict[str, Function] = {
     "the size in each row": lambda x: x / torch.full((len(x), 1), len(x)) + x.new_full((len(x), 4), fill_value=len(x)),
     "distances to a codebook": lambda x: torch.cdist(x, TABLE),
     "a norm over constants": lambda x: F.normalize(x.detach(), p=1, dim=0) * x,
+    "features of a mask": masked_features,
+    "a row for some samples": lambda x: x.index_put((x[:, 0] > 0,), torch.arange(4).to(x)),
+    "copies of features": lambda x: x.index_copy(1, torch.tensor([2, 0]), x[:, :2].exp()),
     "places of some samples": lambda x: x.new_zeros(x.shape).index_add(0, (at := (x[:, 0] > 0).nonzero()[:, 0]), x[at]),
     "the size in a number": lambda x: x / len(x) + x * x.shape[0] ** 0.5,
 }
