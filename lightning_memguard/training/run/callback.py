@@ -433,7 +433,7 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
         self._close()
         self._snapshot_path = None
         for name in ("log", "log_dict"):  # methods of the module, which Lightning sets on each callback of a run
-            vars(self).pop(name, None)
+            self.__dict__.pop(name, None)
 
     def _close(self) -> None:
         run, self._run = self._run, None
