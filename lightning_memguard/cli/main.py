@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 
 from lightning_memguard._version import __version__
@@ -29,7 +30,7 @@ examples:
   memguard plan --config config.yaml --batch-size 64 --json
   memguard layers my_project.models:Net --input-shape 8,1,28,28 --target-shape 8:int64:10
 
-exit status: 0 if it fits some device (or the command is done), 1 if it fits none, 2 for bad usage
+exit status: 0 if it fits some device (or the command is done), 1 if it fits none, 2 for bad usage or an error
 """
 
 
@@ -40,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the arguments of ``memguard`` (default: those of this process).
 
     Returns:
-        The exit status: 0 if it fits, or is done; 1 if it does not fit; 2 for bad usage.
+        The exit status: 0 if it fits, or is done; 1 if it does not fit; 2 for bad usage or an error.
     """
     try:
         options = _parser().parse_args(argv)
@@ -57,6 +58,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader has read enough, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FITS
+    except Exception:  # noqa: BLE001 - Python's own status, 1, is that of a training that fits no device
+        traceback.print_exc()
+        return BAD_USE
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -115,7 +115,8 @@ def _similar(name: str, names: Sequence[str]) -> str:
 
 @contextlib.contextmanager
 def users_code(doing: str) -> Iterator[None]:
-    """Turn what the user's code raises into one line that says where."""
+    """Turn what the user's code raises into one line that says where; a script that parses arguments finds none."""
+    typed, sys.argv = sys.argv, sys.argv[:1]
     try:
         yield
     except MemGuardError:
@@ -123,6 +124,8 @@ def users_code(doing: str) -> Iterator[None]:
     except (Exception, SystemExit) as error:
         text = str(error).strip() or "no message"
         raise MemGuardError(f"{doing} raised {type(error).__name__}: {text}{_where(error)}") from error
+    finally:
+        sys.argv = typed
 
 
 def _where(error: BaseException) -> str:
@@ -168,7 +171,7 @@ def _keywords(call: str, text: str) -> dict[str, Any]:
 
 def build(thing: object, given: Mapping[str, Any], name: str) -> Any:
     """Call a class or a function, and say what is missing if that is not possible."""
-    if not callable(thing):
+    if not callable(thing) or isinstance(thing, nn.Module):
         raise MemGuardError(f"{name} is a {type(thing).__name__}; pass a class, or a function that returns a model.")
     _check_arguments(thing, given, name)
     with users_code(f"{name}({', '.join(f'{key}={value!r}' for key, value in given.items())})"):

@@ -121,7 +121,7 @@ def _within(plan: Plan) -> str:
     """Say of which sizes the largest is the largest: a size asked for may be above a limit, and fit."""
     limit = plan.largest.limited_by if plan.largest else ""
     if limit == "max_batch_size" and plan.request:
-        return f"within --max-batch-size {plan.request.max_batch_size}"
+        return f"of {plan.request.max_batch_size} or less"
     return {"memory": "that fits", "dataset": "with this dataset"}.get(limit, f"with {limit}")
 
 

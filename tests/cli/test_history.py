@@ -58,6 +58,10 @@ def test_a_file_that_is_not_there_or_not_readable_is_an_error(
 ) -> None:
     assert "does not exist" in shown(capsys, "history", tmp_path / "none", status=BAD_USE)
     assert "does not exist" in shown(capsys, *PLAN, "T4", "--measured", tmp_path / "none", status=BAD_USE)
+    other = tmp_path / "model.py"
+    other.write_text("import torch\n")
+    assert "was not deleted" in shown(capsys, "history", other, "--clear", status=BAD_USE)
+    assert other.exists()
     assert "cannot be read" in shown(capsys, "history", tmp_path, status=BAD_USE)
 
 

@@ -20,8 +20,10 @@ import torch
 
 from lightning_memguard.cli.commands import plan as plan_command
 from lightning_memguard.cli.main import BAD_USE, DOES_NOT_FIT, FITS, main
+from lightning_memguard.cli.names import build, load
 from lightning_memguard.core.device.process import process_bytes
 from lightning_memguard.core.gpus import find
+from lightning_memguard.errors import MemGuardError
 from lightning_memguard.units import MIB
 from tests.training.planning.test_on_ranks import INSTALLED
 
@@ -203,12 +205,12 @@ def test_one_device_is_shown_by_part_and_several_in_a_row_each(capsys) -> None:
     one = shown(capsys, "plan", *LINEAR, *BATCH, "--device", "T4", "--max-batch-size", "64")
     assert "optimizer state" in one
     assert "MemGuard: batch size 8 fits." in one
-    assert "Largest batch size within --max-batch-size 64: 64, which needs" in one
+    assert "Largest batch size of 64 or less: 64, which needs" in one
     several = shown(capsys, "plan", *LINEAR, *BATCH, "--device", "T4", "--device", "RTX 4090", "--max-batch-size", "64")
     assert "batch size 8 on 2 devices" in several
     assert "NVIDIA GeForce RTX 4090" in several
     assert "64+" in several
-    assert "+: the largest within --max-batch-size 64; memory is not the limit." in several
+    assert "+: the largest of 64 or less; memory is not the limit." in several
 
 
 def said(plan: dict[str, Any], text: str) -> None:
@@ -220,8 +222,8 @@ def said(plan: dict[str, Any], text: str) -> None:
         assert ("No batch size" in text) != ("Largest batch size unknown" in text)
         return
     size = largest["batch_size"]
-    of = {"memory": "that fits", "dataset": "with this dataset"}.get(plan["limited_by"], "within --max-batch-size")
-    assert re.search(rf"Largest batch size {of}[ \d]*: {size}\b", text), text
+    of = {"memory": "that fits", "dataset": "with this dataset"}.get(plan["limited_by"], r"of \d+ or less")
+    assert re.search(rf"Largest batch size {of}: {size}\b", text), text
     assert largest["most_device_bytes"] <= usable
     if plan["limited_by"] == "memory":
         assert (size >= asked["batch_size"]) == plan["fits"]
@@ -634,3 +636,22 @@ def test_the_ways_to_see_so_many_samples_are_printed_with_their_cost(project: An
     assert main(["plan", *NET, *DATA, "--price", "H100=2"]) == BAD_USE
     assert main([*options, "--price", "H100"]) == BAD_USE
     assert main([*options, "--advise"]) == BAD_USE
+
+
+def test_a_script_that_parses_arguments_finds_none_of_ours(project: Path) -> None:
+    script = "import argparse, net\nargparse.ArgumentParser().parse_args()\nNet = net.Net\n"
+    (project / "script.py").write_text(script, encoding="utf-8")
+    typed = list(sys.argv)
+    assert load("script.py:Net").__name__ == "Net"
+    assert sys.argv == typed
+
+
+def test_an_error_of_ours_is_not_the_status_of_a_training_that_does_not_fit(capsys) -> None:
+    with mock.patch("lightning_memguard.cli.tables.print_gpus", side_effect=OSError("No space left on device")):
+        assert main(["gpus"]) == BAD_USE
+    assert "No space left on device" in capsys.readouterr().err
+
+
+def test_an_instance_is_not_called_as_if_it_were_a_class() -> None:
+    with pytest.raises(MemGuardError, match="net is a Linear; pass a class"):
+        build(torch.nn.Linear(2, 2), {}, "net")

@@ -29,6 +29,8 @@ def run(options: argparse.Namespace) -> bool:
     if options.file and not store.path.exists():
         raise MemGuardError(f"{store.path} does not exist.")
     found, damaged = store.read()
+    if options.clear and options.file and not found:
+        raise MemGuardError(f"{store.path} holds no measurement, so it was not deleted.")
     if options.clear:
         try:
             store.clear()

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from lightning_memguard.training.planning.ways import Ways
 
 HELP = "check whether a step fits one or more devices, and find the largest batch size that does"
-EPILOG = "Exit status: 0 if it fits some device, 1 if it fits none, 2 for bad usage."
+EPILOG = "Exit status: 0 if it fits some device, 1 if it fits none, 2 for bad usage or an error."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--margin", type=float, default=0.05, help="share of the memory to keep free (default: 0.05)")
     add("--budget", metavar="BYTES", help="memory the run may use on each device, such as 20GiB")
     add("--min-batch-size", type=whole_number(1), default=1, metavar="N", help="smallest to choose (default: 1)")
-    add("--max-batch-size", type=whole_number(1), metavar="N", help="largest to choose (default: whatever fits)")
+    add("--max-batch-size", type=whole_number(1), metavar="N", help="largest to choose (default: 1000000)")
     text = "find the ways to train with N samples a step, by their memory, time and cost, instead of the largest batch"
     add("--target-batch", type=whole_number(1), metavar="N", help=text)
     text = "dollars an hour of one device, such as H100=2.50, for --target-batch; repeatable"

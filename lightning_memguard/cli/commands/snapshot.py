@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from functools import partial
 from pathlib import Path
+from shlex import quote
 
 from lightning_memguard.cli import tables
 from lightning_memguard.cli.options import add_device, add_target, one_device
@@ -50,7 +51,7 @@ def run(options: argparse.Namespace) -> bool:
     console.print(
         f"Wrote {path}: {len(trace):,} events, the predicted step at batch size {subject.batch_size} on {device}.\n"
         f"To open it, drop it on https://pytorch.org/memory_viz, or run\n"
-        f"  python -m torch.cuda._memory_viz trace_plot {path} -o {path.with_suffix('.html')}",
+        f"  python -m torch.cuda._memory_viz trace_plot {quote(str(path))} -o {quote(str(path.with_suffix('.html')))}",
         soft_wrap=True,
     )
     tables.print_notes(prediction.notes, console)

@@ -432,6 +432,8 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
         """Leave the Trainer as it was."""
         self._close()
         self._snapshot_path = None
+        for name in ("log", "log_dict"):  # methods of the module, which Lightning sets on each callback of a run
+            self.__dict__.pop(name, None)
 
     def _close(self) -> None:
         run, self._run = self._run, None

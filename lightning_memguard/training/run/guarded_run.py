@@ -517,6 +517,10 @@ class GuardedRun:
         if self._rescuer is not None:
             self._rescuer.close()
         self.measuring.close()
+        profile = self.tuning.profile
+        if profile is not None:
+            self.tuning = replace(self.tuning, profile=profile.detached())
+        del self.trainer, self.module, self.measuring, self._rescuer  # a guard that is kept does not keep its run
 
 
 def actual_path(path: Path) -> Path:

@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -147,8 +148,14 @@ class RunProfile:
 
     def detached(self) -> RunProfile:
         """Return the profile as a value that can be sent, without the objects of the run's own process."""
+
+        def alone(known: Prediction) -> Prediction:
+            program: Any = SimpleNamespace(gpu=known.program.gpu, batches_per_step=known.program.batches_per_step)
+            unfrozen = known.unfrozen and replace(known.unfrozen, program=program)
+            return replace(replace(known, unfrozen=unfrozen).packed(), program=program)
+
         nothing: Any = None
-        return replace(self._with_predictions(lambda each: replace(each.packed(), program=nothing)), run=nothing)
+        return replace(self._with_predictions(alone), run=nothing)
 
     def unpacked(self) -> RunProfile:
         """Return the profile with its predictions unpacked, to be asked at many sizes."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing
 import pickle
 import shutil
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -178,6 +180,22 @@ def test_the_folder_is_the_first_loggers_that_has_one(loggers: list[Any], folder
         Path("root", FOLDER, name).mkdir(parents=True)
     facts: Any = SimpleNamespace(leaves_files=True, loggers=loggers, default_root_dir="root")
     assert folder_of(object(), facts, {}) == (None if folder is None else Path(folder))  # type: ignore[arg-type]
+
+
+def test_a_guard_that_is_kept_does_not_keep_the_trainer_the_module_and_the_data(
+    trainer: Any, small: Any, dataset: Any, tmp_path: Path
+) -> None:
+    """In a notebook, it is what one looks at once the rest has been deleted to make room."""
+    guard, module, data = MemGuard(max_batch_size=8), small(), DataLoader(dataset, batch_size=4)
+    run = trainer(guard)
+    run.fit(module, data)
+    kept = [weakref.ref(each) for each in (run, module, module.net, data)]
+    del run, module, data
+    gc.collect()
+    assert [each() for each in kept] == [None] * 4
+    assert guard.save_snapshot(tmp_path / "step.pickle").stat().st_size > 0
+    assert guard.decision is not None
+    assert guard.decision.batch_size == 8
 
 
 # -- snapshots
