@@ -96,6 +96,7 @@ class Recorder(Storages, TorchDispatchMode):
         self._value_sizes, self.reads = ValueSizes(shares), Reads(answers)
         self._scratch = KernelScratch(self, kernel_target)
         self.ran_backward = False
+        self.scripted = False  # by TorchScript, which does otherwise in its first run
         self.kept: tuple[Kept, ...] = ()
         self._work: dict[bool, tuple[int, list[Work]]] = {}  # in which step; by whether the optimizer runs it
         self._first_steps: dict[bool, int] = {}
@@ -440,6 +441,7 @@ def watching(recorder: Recorder, module: nn.Module) -> Iterator[None]:
     registered, and `lightning_memguard.core.simulation.backward.walking` patches torch: no other thread may use it.
     """
     paths = {id(child): written_path(name) for name, child in module.named_modules()}
+    recorder.scripted = any(isinstance(child, torch.jit.ScriptModule) for child in module.modules())
     stack: list[str] = []
 
     def enter(child: nn.Module, _: object) -> None:
@@ -511,7 +513,7 @@ def part_bytes(parts: Mapping[str, Iterable[Tensor]], device_type: str) -> dict[
     totals: dict[str, int] = {}
     for part, tensors in parts.items():
         totals[part] = 0
-        for tensor in plain_tensors([*tensors]):
+        for tensor in plain_tensors([each for each in tensors if not nn.parameter.is_lazy(each)]):
             if tensor.device.type == device_type and tensor.layout is torch.strided:
                 storage = tensor.untyped_storage()
                 if storage._cdata not in seen:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.parameter import is_lazy
 from torch.utils._mode_utils import no_dispatch
 
 from lightning_memguard.core.batch.nesting import batch_bytes, shapes_of, tensors_in
@@ -74,7 +75,8 @@ class Storages:
 
     def _blocks_of(self, tensors: Iterable[object]) -> set[int]:
         with torch._C.DisableTorchFunction():
-            blocks = [self.watch(tensor, "") for tensor in plain_tensors([*tensors])]
+            known = [tensor for tensor in tensors if not is_lazy(tensor)]  # type: ignore[arg-type]
+            blocks = [self.watch(tensor, "") for tensor in plain_tensors(known)]
         return {block for block in blocks if block is not None}
 
     def on_stream(self, stream: int) -> AbstractContextManager[Any]:

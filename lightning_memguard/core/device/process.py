@@ -36,6 +36,7 @@ def process_bytes(parameters: Iterable[torch.Tensor], threads: int) -> tuple[int
     (0, 0, 10485760)
     """
     # Of the forward pass's product with a weight and of the backward pass's.
-    shapes = (shape for each in parameters if each.dim() == 2 for shape in (each.shape, each.shape[::-1]))
+    known = (each for each in parameters if not torch.nn.parameter.is_lazy(each))
+    shapes = (shape for each in known if each.dim() == 2 for shape in (each.shape, each.shape[::-1]))
     panels = (4 * min(rows, _PANEL_ROWS) * min(columns, threads * _PANEL_COLUMNS) for rows, columns in shapes)
     return 0, 0, OBJECTS_BYTES + max(threads, _LEAST_THREADS) * _PRODUCTS_BYTES + max(panels, default=0)

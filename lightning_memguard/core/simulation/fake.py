@@ -28,7 +28,9 @@ import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_memguard.core.batch.nesting import is_dense
@@ -186,18 +188,34 @@ def fake_copy(
         The copy. Nothing done to its tensors, lists or counters reaches the module.
     """
     moving = Counter(storage_address(tensor) for tensor in (*module.parameters(), *module.buffers()))
-    trained = {storage_address(p) for p in module.parameters() if p.requires_grad and p.numel() > _MOST_READ}
+    known = (p for p in module.parameters() if p.requires_grad and not is_lazy(p))
+    trained = {storage_address(p) for p in known if p.numel() > _MOST_READ}
     # With the mode on, a real Parameter's `.data` would already be fake, with another storage.
     with unset_fake_temporarily(), _FakeCopy(mode, device, moving, trained):
-        module_copy = _deep_copy(module, instead)
+        module_copy = _deep_copy(module, {**_lazy_copies(module, mode, device), **(instead or {})})
         for mine, theirs in zip(module.parameters(), module_copy.parameters(), strict=True):
             _copy_attributes(mine, theirs)
     return module_copy
 
 
+def _lazy_copies(module: nn.Module, mode: FakeTensorMode, device: torch.device) -> dict[int, Tensor]:
+    """Fake copies of what has no shape yet, by ``id``."""
+    with mode:
+        lazy = filter(is_lazy, (*module.parameters(), *module.buffers()))
+        return {id(each): _lazy_fake(type(each), each.requires_grad, device, each.dtype) for each in lazy}
+
+
+def _lazy_fake(kind: type, requires_grad: Any = None, device: Any = None, dtype: Any = None, **_: Any) -> Tensor:
+    """Make a fake tensor whose shape a first batch will give; ``kind`` is torch's class of such tensors."""
+    requires_grad = issubclass(kind, nn.Parameter) if requires_grad is None else requires_grad
+    fake = torch.empty(0, device=device, dtype=dtype, requires_grad=requires_grad)
+    fake.__class__ = type(kind.__name__, (kind, FakeTensor), {"cls_to_become": FakeTensor})
+    return fake
+
+
 def storage_address(tensor: Tensor) -> int:
     """Identifies the storage of a strided tensor while it lives; -1 for a lazy tensor before its first batch."""
-    return -1 if torch.nn.parameter.is_lazy(tensor) else tensor.untyped_storage()._cdata
+    return -1 if is_lazy(tensor) else tensor.untyped_storage()._cdata
 
 
 def _copy_attributes(parameter: Tensor, parameter_copy: Tensor) -> None:
@@ -244,7 +262,7 @@ class _RealCopy(TorchFunctionMode):
 
 def _deep_copy(module: nn.Module, instead: Mapping[int, object] | None) -> nn.Module:
     shared = (*_data_attributes(module), *_compilers(module))
-    memo = {**{id(value): value for value in shared}, **(instead or {})}
+    memo = {**{id(value): value for value in shared}, **_scripted_copies(module), **(instead or {})}
     try:
         module_copy = copy.deepcopy(module, dict(memo))
     except Exception:  # noqa: BLE001 - a deep copy can fail in any way; find what cannot be copied, and share it
@@ -258,6 +276,28 @@ def _deep_copy(module: nn.Module, instead: Mapping[int, object] | None) -> nn.Mo
         module_copy = copy.deepcopy(module, memo)
     _rebind_functions(module, module_copy)
     return module_copy
+
+
+def _scripted_copies(module: nn.Module) -> dict[int, nn.Module]:
+    """Copy the scripted modules within a module by ``id``; parameters of their own deep copy are not leaves."""
+    copies: dict[int, nn.Module] = {}
+    for child in module.modules():
+        if isinstance(child, torch.jit.ScriptModule) and id(child) not in copies:
+            with torch.no_grad(), _Clones():  # type: ignore[no-untyped-call]
+                child_copy = copy.deepcopy(child)
+            for mine, theirs in zip(child.parameters(), child_copy.parameters(), strict=True):
+                theirs.requires_grad_(mine.requires_grad)
+            copies |= {id(mine): theirs for mine, theirs in zip(child.modules(), child_copy.modules(), strict=True)}
+    return copies
+
+
+class _Clones(TorchDispatchMode):
+    """Mode in which C++ clones tensors as Python would: by the function mode that is on."""
+
+    def __torch_dispatch__(
+        self, func: Function, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> object:
+        return args[0].clone() if func is _aten.clone.default else func(*args, **(kwargs or {}))
 
 
 def _rebind_functions(module: nn.Module, module_copy: nn.Module) -> None:
@@ -411,6 +451,8 @@ def faking(mode: FakeTensorMode) -> Iterator[None]:
         exits.enter_context(patched(torch._subclasses, FakeTensor=_Unknown))
         exits.enter_context(added(find("torch.optim._adafactor"), max=_larger))
         exits.enter_context(patched(nn.init, _no_grad_trunc_normal_=_truncating(mode)))
+        for kind in (nn.UninitializedParameter, nn.UninitializedBuffer):
+            exits.enter_context(patched(kind, __new__=staticmethod(_lazy_fake)))
         for home in _USES_FOREACH:
             types = [*home._foreach_supported_types, FakeTensor]
             exits.enter_context(patched(home, _foreach_supported_types=types))

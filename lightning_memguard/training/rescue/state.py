@@ -30,7 +30,9 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import is_lazy
 
+from lightning_memguard.errors import MemGuardError
 from lightning_memguard.training.facts.lightning_types import lightning_of
 
 if TYPE_CHECKING:
@@ -243,6 +245,8 @@ class StepState:
 
     def _list(self) -> None:
         """List all that a step may change."""
+        if any(map(is_lazy, self._module.parameters())):
+            raise MemGuardError("lazy layers get their parameters in the first step")
         self._parameters = {name: p for name, p in self._module.named_parameters() if not p.is_inference()}
         self._every_parameter = [*self._parameters.values()]
         self._trees: list[list[_Cell]] = []

@@ -252,6 +252,19 @@ def test_a_tensor_that_was_computed_is_copied_without_its_graph(make_copy):
     assert module_copy.scaled.requires_grad
 
 
+@pytest.mark.parametrize("make_copy", [copy_of, real_copy])
+def test_a_scripted_module_has_parameters_that_an_optimizer_takes(make_copy: Callable[[nn.Module], nn.Module]) -> None:
+    scripted = torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+    scripted[0].bias.requires_grad_(False)
+    copied = make_copy(nn.ModuleList([scripted]))
+    for mine, theirs in zip(scripted.parameters(), copied.parameters(), strict=True):
+        assert theirs.is_leaf
+        assert theirs.requires_grad == mine.requires_grad
+        assert storage(theirs) != storage(mine)
+    tensors = [*copied.parameters(), *copied.buffers()]
+    assert all(isinstance(tensor, FakeTensor) == (make_copy is copy_of) for tensor in tensors)
+
+
 def test_an_object_can_be_replaced_on_the_way():
     """How a LightningModule's copy comes without its Trainer."""
     module = Tied()

@@ -217,6 +217,50 @@ def test_a_module_built_in_configure_model(trainer: Any, dataset: TensorDataset)
     assert guard.decision.footprint.method == "fake"
 
 
+class MadeOf(Sized):
+    """Its layers come from a function, in ``setup`` or before."""
+
+    def __init__(self, make: Any, *, late: bool = False) -> None:
+        super().__init__()
+        self.late, self.make = late, make
+        self.net = nn.Identity() if late else make()
+
+    def setup(self, stage: str) -> None:
+        self.net = self.make() if self.late else self.net
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters())
+
+
+def known_layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 4))
+
+
+def lazy_layers() -> nn.Module:
+    return nn.Sequential(nn.LazyLinear(64), nn.LazyBatchNorm1d(), nn.ReLU(), nn.LazyLinear(4))
+
+
+def scripted_layers() -> Any:
+    return torch.jit.script(known_layers())
+
+
+def test_lazy_and_scripted_layers_are_predicted(trainer: Any, dataset: TensorDataset) -> None:
+    """Lazy ones take as much as others; from its second run on, a scripted step keeps more for its backward pass."""
+
+    def peak(module: Any) -> int:
+        guard = MemGuard(max_batch_size=40)
+        trainer(guard, max_epochs=1).fit(module, DataLoader(dataset, batch_size=4))
+        assert guard.decision is not None
+        assert guard.decision.footprint is not None
+        assert (guard.decision.batch_size, guard.decision.footprint.method) == (40, "fake")
+        return guard.decision.footprint.peak_allocated_bytes
+
+    known = peak(MadeOf(known_layers))
+    with pytest.warns(UserWarning, match="lazy layers get their parameters in the first step"):
+        assert peak(MadeOf(lazy_layers, late=True)) == known
+    assert peak(MadeOf(scripted_layers)) > known
+
+
 def test_schedules_see_the_chosen_size(trainer: Any, dataset: TensorDataset) -> None:
     """A schedule that reads ``estimated_stepping_batches`` plans for the real number of steps."""
 
