@@ -8,13 +8,22 @@ with the same training without them.
 Lightning's FSDP guide: docs/source-pytorch/advanced/model_parallel/fsdp.rst trains a transformer of 1,009 M parameters
 on 2 A100 under several strategies, on one sentence of 35 words, and prints ``torch.cuda.memory_summary``: allocated.
 
-    python benchmarks/published_sharded.py                 # all rows
+Lightning's two examples of tensor parallelism with FSDP2, as written: `examples/fabric/tensor_parallel` and
+`examples/pytorch/tensor_parallel` of Lightning-AI/pytorch-lightning, 2 x 2 ranks. Their README has 36.73 GB, printed by
+``torch.cuda.max_memory_reserved`` when that was written (c8059d7bfd); the 17.95 GB of Fabric's are of a first version,
+whose optimizer had not been given the sharded parameters.
+
+    python benchmarks/published_sharded.py                 # all rows but the examples
     python benchmarks/published_sharded.py 8B ranks FULL_SHARD
+    python benchmarks/published_sharded.py fabric pytorch --examples ../pytorch-lightning/examples
 """
 
 import argparse
+import importlib
 import resource
+import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +58,7 @@ GUIDE: dict[str, tuple[dict[str, Any], int]] = {
     "FULL_SHARD": ({}, 9_627),
     "offload": ({"cpu_offload": True}, 2_790),
 }
+EXAMPLES = dict.fromkeys(("pytorch", "fabric"), int(36.73e9 / MIB))
 WORDS, LENGTH, RANKS = 33_278, 35, 2
 LAYERS = {nn.TransformerEncoderLayer, nn.TransformerDecoderLayer}
 
@@ -90,17 +100,46 @@ def allocated_in_the_guide(name: str) -> tuple[str, int]:
     return f"{name}: allocated", replay(capture(program, 1, "fake"), AllocatorSettings()).peak_allocated_bytes
 
 
+def reserved_by_an_example(kind: str, folder: Path) -> tuple[str, int]:
+    sys.path.insert(0, str(folder / kind / "tensor_parallel"))
+    train = importlib.import_module("train")
+    batch, ranks = torch.zeros(8, 129, dtype=torch.long), {"devices": 4, "device": "A100-SXM4-80GB"}
+    own = {"data_parallel_size": 2, "tensor_parallel_size": 2}
+    with torch.device("meta"):
+        model = train.Llama3() if kind == "pytorch" else train.Transformer(train.ModelArgs(vocab_size=32000))
+    if kind == "pytorch":
+        found = estimate(model, batch, strategy=train.ModelParallelStrategy(**own), **ranks)
+        return "the example under a Trainer: reserved", found.peak_reserved_bytes
+    output = torch.empty(0)
+
+    def step(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        nonlocal output  # which the example's loop holds until the next one is there
+        inputs, labels = batch[:, :-1], batch[:, 1:]
+        output = model(inputs)
+        return nn.functional.cross_entropy(output.reshape(-1, output.size(-1)), labels.reshape(-1))
+
+    strategy = train.ModelParallelStrategy(parallelize_fn=train.parallelize, **own)
+    optimizer = partial(torch.optim.AdamW, lr=3e-3, foreach=True)
+    given = {"step": step, "context": train.loss_parallel, "optimizer": optimizer, "strategy": strategy}
+    return "the example under Fabric: reserved", estimate(model, batch, **given, **ranks).peak_reserved_bytes
+
+
 def main() -> None:
     rows = [*TORCHTITAN, *GUIDE]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="ROW", help=", ".join(rows))
+    parser.add_argument("names", nargs="*", metavar="ROW", help=", ".join([*rows, *EXAMPLES]))
+    parser.add_argument("--examples", type=Path, help="the folder of that name in a clone of Lightning's repository")
+    options = parser.parse_args()
     quieten()
-    for name in parser.parse_args().names or rows:
+    for name in options.names or rows:
         started = time.monotonic()
-        what, nbytes = reserved_by_torchtitan(name) if name in TORCHTITAN else allocated_in_the_guide(name)
+        if name in EXAMPLES:
+            what, nbytes = reserved_by_an_example(name, options.examples)
+        else:
+            what, nbytes = reserved_by_torchtitan(name) if name in TORCHTITAN else allocated_in_the_guide(name)
         seconds = time.monotonic() - started
         usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-        published = (TORCHTITAN.get(name) or GUIDE[name])[-1]
+        published = EXAMPLES.get(name) or (TORCHTITAN.get(name) or GUIDE[name])[-1]
         versus = f", published {published:,} ({nbytes / MIB / published - 1:+.2%})" if published else ""
         print(
             f"{what} {nbytes / MIB:,.0f} MiB{versus}; {seconds:.0f} s; children so far: "

@@ -6,6 +6,7 @@ Not from the process that runs the tests: after some of them autograd refuses to
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import multiprocessing
 import os
 import runpy
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -41,6 +43,35 @@ def _run(rank: int, world: dict[str, str], work: Callable[..., None], folder: Pa
     os.environ.update(world | {"LOCAL_RANK": str(rank), "RANK": str(rank)})
     torch.set_num_threads(1)
     work(rank, folder)
+
+
+def with_shared_memory(megabytes: int, work: Callable[[Path], None], folder: Path) -> None:
+    """Run a function of a folder in a process that has a small /dev/shm of its own."""
+    process = CONTEXT.Process(target=_with_shared_memory, args=(megabytes, work, folder))
+    process.start()
+    process.join(600)
+    if process.exitcode == NO_MOUNTS:
+        pytest.skip("this machine gives a process no mounts of its own")
+    assert process.exitcode == 0
+
+
+NO_MOUNTS = 77
+CLONE_NEWNS, CLONE_NEWUSER = 0x20000, 0x10000000  # linux/sched.h
+
+
+def _with_shared_memory(megabytes: int, work: Callable[[Path], None], folder: Path) -> None:
+    user, group = os.getuid(), os.getgid()
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "unshare") or libc.unshare(CLONE_NEWUSER | CLONE_NEWNS):
+        sys.exit(NO_MOUNTS)
+    Path("/proc/self/setgroups").write_text("deny")
+    Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
+    Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
+    if libc.mount(b"tmpfs", b"/dev/shm", b"tmpfs", 0, f"size={megabytes}m".encode()):
+        sys.exit(NO_MOUNTS)
+    multiprocessing.set_start_method("fork", force=True)  # of workers: this process inherits the forkserver's
+    torch.set_num_threads(1)
+    work(folder)
 
 
 def run_script(script: Path, folder: Path, *options: str) -> str:

@@ -112,7 +112,7 @@ def with_a_logging_thread() -> None:
 def in_a_notebook() -> None:
     """Leave what earlier cells would: threads of OpenMP and autograd, progress bars, live workers, a module."""
     torch.set_num_threads(2)
-    module, data = Net(), loader(num_workers=1, persistent_workers=True)
+    module, data = Net(), loader(num_workers=1, multiprocessing_context="fork", persistent_workers=True)
     for number in range(FITS):
         again = module if number % 3 else Net(leaves_torch=True)
         fit(data if number % 2 else loader(), again, RichProgressBar() if number % 2 else TQDMProgressBar())

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +10,12 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from lightning_memguard import Decision, MemGuard
 from lightning_memguard.core.device.host import MemoryInfo
 from lightning_memguard.training.data import workers
+from tests.forks import with_shared_memory
 
 PAGE = 4096
 
@@ -154,45 +153,36 @@ def test_forked_workers_keep_what_training_rewrites(
     assert abs(kept - times * own) < 200  # counters of steps
 
 
-PROGRAM = """
-import warnings
-warnings.filterwarnings("ignore")
-import pytorch_lightning as pl, torch
-from torch.utils.data import DataLoader, Dataset
-from lightning_memguard import MemGuard
+class Images(Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return 1000
 
-class Images(Dataset):
-    def __len__(self): return 1000
-    def __getitem__(self, index): return torch.zeros(3, 64, 64)
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.zeros(3, 64, 64)
 
-class Module(pl.LightningModule):
-    def __init__(self):
+
+class Mean(pl.LightningModule):
+    def __init__(self) -> None:
         super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(()))
-    def training_step(self, batch, batch_idx):
+        self.weight = nn.Parameter(torch.zeros(()))
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         return (batch.mean() - self.weight).square()
-    def configure_optimizers(self):
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), 0.1)
 
-guard = MemGuard(min_steps_per_epoch=None)
-pl.Trainer(accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-    callbacks=[guard]).fit(Module(), DataLoader(Images(), 2, num_workers=2))
-print("trained", guard.decision.batch_size, guard.decision.limited_by)
-"""
 
-
-@pytest.mark.skipif(
-    sys.platform != "linux" or os.geteuid() != 0, reason="only root on Linux can give a process a small /dev/shm"
-)
 def test_no_worker_dies_where_docker_gives_little(tmp_path: Path) -> None:
     """Under 16 MiB, 1,000 samples in one batch end a worker with a bus error."""
-    mount = "mount -t tmpfs -o size=16m tmpfs /dev/shm"
-    if subprocess.run(["unshare", "-m", "sh", "-c", mount], check=False, capture_output=True).returncode:
-        pytest.skip("this machine gives a process no mounts of its own")
-    (tmp_path / "program.py").write_text(PROGRAM)
-    done = subprocess.run(
-        ["unshare", "-m", "sh", "-c", f"{mount}; exec {sys.executable} program.py"],
-        capture_output=True, text=True, check=False, cwd=tmp_path, timeout=300,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])},
-    )  # fmt: skip
-    assert "trained 64 shared_memory" in done.stdout, done.stderr[-2000:]
+    with_shared_memory(16, train_where_docker_gives_little, tmp_path)
+
+
+def train_where_docker_gives_little(folder: Path) -> None:
+    os.chdir(folder)
+    guard = MemGuard(min_steps_per_epoch=None)
+    shown = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
+    trainer = pl.Trainer(accelerator="cpu", max_epochs=1, callbacks=[guard], **shown)
+    trainer.fit(Mean(), DataLoader(Images(), 2, num_workers=2))
+    assert guard.decision is not None
+    assert (guard.decision.batch_size, guard.decision.limited_by) == (64, "shared_memory")

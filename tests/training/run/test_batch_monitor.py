@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-import shutil
 import signal
-import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
@@ -22,6 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from lightning_memguard import MemGuard
 from lightning_memguard.training.run import aftermath, guarded_run
 from lightning_memguard.units import MIB
+from tests.forks import with_shared_memory
 
 notes_there = pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions take notes since Python 3.11")
 
@@ -327,19 +326,12 @@ def test_a_worker_that_ran_out_of_shared_memory_is_explained(trainer: Any) -> No
 
 
 @notes_there
-def test_a_small_shared_memory_is_explained() -> None:
-    here = str(Path(__file__).parent)
-    program = f"import sys; sys.path[:0] = [{here!r}]; import test_batch_monitor; test_batch_monitor.in_small_memory()"
-    mount = ["unshare", "-Urm", "sh", "-c", 'mount -t tmpfs -o size=6m tmpfs /dev/shm && exec "$@"', "sh"]
-    if not shutil.which("unshare") or subprocess.run([*mount, "true"], capture_output=True, check=False).returncode:
-        pytest.skip("needs a /dev/shm of its own")
-    done = subprocess.run(
-        [*mount, sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=600
-    )
-    assert "A worker of the loader ran out of /dev/shm, which has 6.0 MiB in all." in done.stdout, done.stderr
+def test_a_small_shared_memory_is_explained(tmp_path: Path) -> None:
+    with_shared_memory(6, in_small_memory, tmp_path)
 
 
-def in_small_memory() -> None:
+def in_small_memory(_: Path) -> None:
     shorten(pytest.MonkeyPatch())
     settings = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
-    print(of_workers(lambda guard: pl.Trainer(callbacks=[guard], max_epochs=1, **settings), Dying()))
+    said = of_workers(lambda guard: pl.Trainer(callbacks=[guard], max_epochs=1, **settings), Dying())
+    assert "A worker of the loader ran out of /dev/shm, which has 6.0 MiB in all." in said
