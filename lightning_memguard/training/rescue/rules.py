@@ -652,16 +652,16 @@ _BATCHED = ("convolution _convolution mkldnn_convolution max_pool2d_with_indices
 
 @_rule(_BATCHED)
 def _batched(call: OperatorCall) -> list[Layout]:
-    """The first dimension is the batch's."""
+    """The first dimension is the batch's; attention's heads do not mix either, and are samples from torch 2.14 on."""
     x, layout = call.first
-    call.mixes_if(any((o.dim, o.outer) != (0, 1) for _, o in call.rows()) or call.of(call.tensors[0]).kind != "rows")
-    call.mixes_if(len({t.shape[0] for t, _ in call.rows()}) != 1)
+    dim = int("dot_product" in call.info.name and layout.dim == 1)
+    call.mixes_if(any((o.dim, o.outer) != (dim, 1) for _, o in call.rows()) or call.of(call.tensors[0]).kind != "rows")
+    call.mixes_if(len({t.shape[dim] for t, _ in call.rows()}) != 1)
     if "dot_product" in call.info.name or "dist" in call.info.name or "grid_sampler" in call.info.name:
         rows_to_table = "dist" in call.info.name and x.dim() == 2
-        aligned = [tensor for tensor in call.others() if tensor.dim() == x.dim() and not rows_to_table]
-        call.mixes_if(not all(is_same_for_all(tensor, 0) for tensor in aligned))
+        call.mixes_if(not rows_to_table and not all(is_same_for_all(each, dim - x.dim()) for each in call.others()))
         call.mixes_if(rows_to_table and len(call.rows()) > 1)
-        return [layout if t.dim() and t.shape[0] == x.shape[0] else CONSTANT for t in call.outs]
+        return [layout if t.dim() > dim and t.shape[dim] == x.shape[dim] else CONSTANT for t in call.outs]
     call.mixes_if("convolution" in call.info.name and len(call.rows()) != 1)
     call.mixes_if(("shuffle" in call.info.name or "im2col" in call.info.name) and x.dim() < 4)
     call.mixes_if(not all(t.dim() and t.shape[0] == x.shape[0] for t in call.outs))

@@ -158,6 +158,9 @@ LAYERS: dict[str, Function] = {
     "scaled_dot_product_attention": lambda m, b: F.scaled_dot_product_attention(
         b["texts"] * m.scale, *[b["texts"]] * 2
     ),
+    "samples in place of heads": lambda m, b: F.scaled_dot_product_attention(
+        b["texts"][None] * m.scale, *[b["texts"][None]] * 2
+    ),
     "transformer layer": lambda m, b: m.encoder(b["texts"]),
     "transformer layer with padding": lambda m, b: m.encoder(b["texts"], src_key_padding_mask=b["texts"][..., 0] > 1),
     "LSTM": lambda m, b: m.lstm(b["texts"])[0],
@@ -171,6 +174,10 @@ REFUSED: dict[str, tuple[Function, str]] = {
     "einsum of two samples": (lambda x: torch.einsum("ai,bi->ab", x, x), "mixes samples"),
     "distances between samples": (lambda x: torch.cdist(x, x), "mixes samples"),
     "differences between samples": (lambda x: (x[:, None] - x[None]).sum(1), "sub combines different samples"),
+    "a mask of attention by place": (
+        lambda x: F.scaled_dot_product_attention(*[x[None, :, None]] * 3, attn_mask=TABLE[None, : len(x), :1, None]),
+        "mixes samples",
+    ),
     "roll": (lambda x: x.roll(1, 0), "roll mixes samples"),
     "flip": (lambda x: x.flip(0), "flip mixes samples"),
     "sort": (lambda x: x.sort(dim=0).values, "sort mixes samples"),
