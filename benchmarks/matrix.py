@@ -1,6 +1,6 @@
 """Run the tests with other versions of Lightning, torch and Python, and with each package of Lightning alone.
 
-    python benchmarks/matrix.py                                  # every cell: 16 of them, one to two minutes each
+    python benchmarks/matrix.py                                  # every cell: 16 of them, two to three minutes each
     python benchmarks/matrix.py --list                           # only list the cells
     python benchmarks/matrix.py --cells 'lightning 2.5*' --tests tests/training
     python benchmarks/matrix.py --cells '*torch 2.15*' --whole   # the whole suite
@@ -39,7 +39,7 @@ TESTS = tuple(
         *(f"core/capture/test_{name}.py" for name in ("predict", "recorder")),
         *(f"training/adapter/test_{name}.py" for name in ("callbacks", "program")),
         *("training/strategies/test_sharded.py", "training/data/test_loaders.py", "training/planning/test_advise.py"),
-        *("training/run", "cli", "test_public_names.py"),
+        *("training/run", "training/rescue", "cli", "test_public_names.py"),
     )
 )
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import ctypes
 import functools
 import io
 import multiprocessing.queues
@@ -15,6 +16,7 @@ import random
 import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from multiprocessing.sharedctypes import SynchronizedBase, synchronized
 from typing import Any, TypeVar
 
 import numpy as np
@@ -28,7 +30,7 @@ T = TypeVar("T")
 
 _MAX_DEPTH = 6
 _MAX_SEARCHED = 100  # entries of a container that are looked into
-_MAX_COPIED = 100_000  # entries of a container that is copied
+_MAX_COPIED = 100_000  # entries of a container, or bytes in shared memory, that are copied
 
 
 def refuse_one_shot(loader: object) -> None:
@@ -86,7 +88,7 @@ def _copy_for_reading(thing: object, copies: dict[int, Any], depth: int) -> Any:
         return copies[id(thing)]
     if isinstance(thing, types.MethodType):
         return types.MethodType(thing.__func__, _copy_for_reading(thing.__self__, copies, depth))
-    if type(thing) in (list, dict, set, deque):
+    if type(thing) in (list, dict, set, deque) or isinstance(thing, SynchronizedBase):
         return _copy_container(thing, copies, depth)
     wanted = depth == _MAX_DEPTH or isinstance(thing, (Dataset, Sampler)) or _is_plain(thing)
     if depth < 0 or not wanted or not hasattr(thing, "__dict__") or _is_code(thing):
@@ -102,6 +104,9 @@ def _copy_for_reading(thing: object, copies: dict[int, Any], depth: int) -> Any:
 
 
 def _copy_container(thing: Any, copies: dict[int, Any], depth: int) -> Any:
+    if isinstance(thing, SynchronizedBase):  # in memory that workers share
+        shared = thing.get_obj()
+        return thing if ctypes.sizeof(shared) > _MAX_COPIED else synchronized(type(shared).from_buffer_copy(shared))
     if len(thing) > _MAX_COPIED or depth < 0:
         return thing
     clone = copies[id(thing)] = copy.copy(thing)

@@ -7,6 +7,7 @@ import copy
 import functools
 import itertools
 import math
+import sys
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -335,7 +336,13 @@ def rewrite_loaders(
     def change(make_loaders: Callable[[], object]) -> object:
         size = batch_size() if batch_size else 0
         known.let_go()
-        return _resize_all(facts, make_loaders(), known, size)
+        try:
+            loaders = make_loaders()
+        except Exception as error:
+            if sys.version_info >= (3, 11) and known.origin.endswith("dataloader()"):
+                error.add_note(f"MemGuard called {known.origin} once before. If it works only once, pass the loader.")
+            raise
+        return _resize_all(facts, loaders, known, size)
 
     return loader_access.intercept_loaders(trainer, known.role, change)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Iterator
 from typing import Any
 
@@ -44,6 +45,7 @@ class Counting(Dataset[torch.Tensor]):
     def __init__(self) -> None:
         self.file: object = None
         self.reads = 0
+        self.shared_reads = multiprocessing.Value("i", 0)
         self.random = np.random.default_rng(0)
 
     def __len__(self) -> int:
@@ -52,6 +54,8 @@ class Counting(Dataset[torch.Tensor]):
     def __getitem__(self, index: int) -> torch.Tensor:
         self.file = object()
         self.reads += 1
+        with self.shared_reads.get_lock():
+            self.shared_reads.value += 1
         return torch.full((3,), float(self.random.normal()))
 
 
@@ -61,7 +65,7 @@ def test_sampling_moves_nothing_of_the_users() -> None:
     loader = DataLoader(dataset, batch_size=8, shuffle=True, generator=generator)
     before = generator.get_state(), torch.get_rng_state(), dataset.random.bit_generator.state
     drawn(loader)
-    assert dataset.reads == 0
+    assert dataset.reads == dataset.shared_reads.value == 0
     assert dataset.file is None
     assert torch.equal(generator.get_state(), before[0])
     assert torch.equal(torch.get_rng_state(), before[1])

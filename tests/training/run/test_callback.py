@@ -6,6 +6,7 @@ import functools
 import importlib
 import logging
 import math
+import sys
 import warnings
 from datetime import timedelta
 from typing import Any
@@ -194,6 +195,17 @@ def test_what_a_hook_made_for_us_is_gone_before_the_run_makes_its_own(
     assert guard.decision is not None
     assert guard.decision.footprint is not None
     assert sizes_seen(module)[:2] == [settings.get("max_batch_size", 4)] * 2
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="errors have no notes")
+def test_a_hook_that_works_only_once_says_that_we_called_it(trainer: Any, dataset: TensorDataset) -> None:
+    loaders = [DataLoader(dataset, batch_size=4)]
+    data = pl.LightningDataModule()
+    data.train_dataloader = loaders.pop  # type: ignore[method-assign]
+    with pytest.raises(IndexError) as error:
+        trainer(MemGuard()).fit(Sized(), datamodule=data)
+    note = "MemGuard called the datamodule's train_dataloader() once before. If it works only once, pass the loader."
+    assert error.value.__notes__ == [note]
 
 
 class Layers(Sized):
