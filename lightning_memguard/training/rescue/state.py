@@ -197,6 +197,7 @@ class StepState:
         self._module = module
         self._own = frozenset(vars(lightning_of(module).LightningModule()))  # attributes that the user did not set
         self._changing: set[tuple[str, Any]] = set()  # places of tensors that steps change in place
+        self._busy: set[str] = set()  # names of cells that change from step to step
         self._draws: set[str] = set()  # from where steps draw random numbers, by the fields of `RandomStates`
         self._steps = 0
         self.is_thorough = False  # whether more was noted, to learn from
@@ -290,12 +291,15 @@ class StepState:
         _walk_below(root, tree, self._known)
 
     def _sort(self) -> None:
-        """Put cells first whose values may be tensors or further cells."""
-        self._cells = sorted(chain(*self._trees), key=lambda cell: cell.kind.pairs is _nothing)
-        self._walked = sum(cell.kind.pairs is not _nothing for cell in self._cells)
+        """Find the cells of plain values, which hardly ever change: one comparison shows that they did not."""
+        every = [cell for tree in self._trees for cell in tree]
+        ranks = [
+            0 if cell.name not in self._busy and _is_calm(cell) else _RANKS.get(cell.kind.pairs, 2) for cell in every
+        ]
+        self._cells = [cell for rank in range(4) for cell, its in zip(every, ranks, strict=True) if its == rank]
+        self._ends = [sum(rank <= last for rank in ranks) for last in range(3)]
         self._calls = [(cell.kind.save, cell.container) for cell in self._cells]
-        self._sized = [cell for cell in self._cells if cell.kind in (_SIZE, _NO_BUFFERS)]
-        self._sizes = [cell.kind.save(cell.container) for cell in self._sized]
+        self._calm = [save(container) for save, container in self._calls[: self._ends[0]]]
         self._classes: list[type] = []
         self._at: list[list[int]] = [[], [], [], []]
 
@@ -304,13 +308,22 @@ class StepState:
         for _ in range(_MOST_DEPTH):
             try:
                 saved = [save(container) for save, container in self._calls]
-                is_listed = self._sizes == [cell.kind.save(cell.container) for cell in self._sized]
             except KeyError:  # an attribute is gone
-                is_listed = False
-            if not is_listed:
                 self._list()
                 continue
-            below = [each.values() if type(each) is dict else each for each in saved[: self._walked]]
+            calm, mappings, walked = self._ends
+            if calm == len(saved) and _equal(saved, self._calm):
+                return saved, []
+            if not _equal(saved[:calm], self._calm):
+                pairs = zip(self._cells, saved, self._calm, strict=False)
+                changed = [cell for cell, now, before in pairs if not _equal(now, before)]
+                if any(cell.kind.save in (len, any) for cell in changed):
+                    self._list()
+                else:
+                    self._busy.update(cell.name for cell in changed)
+                    self._sort()
+                continue
+            below = [*map(dict.values, saved[calm:mappings]), *saved[mappings:walked]]
             values = [*chain.from_iterable(below)]
             if len(values) > _WALKED:
                 values = [*chain.from_iterable(each if len(each) <= _WALKED else [*each][-_WALKED:] for each in below)]
@@ -483,8 +496,13 @@ def _left(value: object, name: str, replace: Callable[[Any], None], seen: set[in
 # -- cells
 
 
-def _of_batch(batch: object) -> tuple[list[tuple[_Kind, Any, Any]], list[torch.Tensor]]:
+def _of_batch(batch: object) -> tuple[list[tuple[_Kind, Any, Any]], Collection[torch.Tensor]]:
     """Return the containers of a batch, with a copy of each, and its tensors."""
+    if (kind := _FLAT.get(type(batch))) is not None:
+        saved = kind.save(batch)
+        values = saved.values() if kind is _DICT else saved
+        if {*map(type, values)} == {torch.Tensor}:
+            return [(kind, batch, saved)], values
     cells: list[_Cell] = []
     tensors: list[torch.Tensor] = []
     _walk(batch, "batch", _MOST_DEPTH, 0, cells, set(), tensors)
@@ -535,6 +553,18 @@ def _entries(cell: _Cell, saved: object) -> Iterator[tuple[Any, Any]]:
 def _is_new(value: object, known: set[int]) -> bool:
     """Whether a value is a container that is not known."""
     return value.__class__ not in _PLAIN and (found := _container(value)) is not None and id(found[1]) not in known
+
+
+def _is_calm(cell: _Cell) -> bool:
+    values = (each for _, value in cell.kind.pairs(cell.kind.save(cell.container)) for each in _flat(value))
+    return cell.kind.compares and not any(isinstance(each, torch.Tensor) for each in values)
+
+
+def _equal(now: object, before: object) -> bool:
+    try:
+        return bool(now == before)
+    except Exception:  # noqa: BLE001 - tensors and arrays do not compare; neither do some of the users' objects
+        return False
 
 
 # -- kinds of cells
@@ -675,6 +705,8 @@ _REQUIRES_GRAD = _SIZE._replace(
 _OPAQUE = _Kind(len, _nothing, _put_large, _nothing, compares=False)
 _LARGE = _OPAQUE
 _ARRAY = _OPAQUE._replace(save=np.copy, put=np.copyto)
+_RANKS: dict[Any, int] = {dict.items: 1, _nothing: 3}  # the order of cells that are not calm
+_FLAT: dict[type, _Kind] = {tuple: _LIST, list: _LIST, dict: _DICT}
 _KINDS: dict[type, _Kind] = {
     dict: _DICT,
     list: _LIST,

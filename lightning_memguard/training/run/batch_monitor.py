@@ -51,13 +51,18 @@ class BatchWatch:
         self.largest: tuple[Larger, Prediction] | None = None
         self.is_fixed, kinds = bool(prediction.kinds), prediction.kinds or [((), self._predicted_bytes)]
         self._usual = set[Shapes]()
+        self._quick: list[torch.Size] | int = 0
         self._most_bytes = 0.0
         self._limits = [max(sizes) for sizes in zip_longest(*starmap(growth_sizes, kinds), fillvalue=0.0)]
         self._of_prediction = [*self._limits]
 
     def larger(self, batch: object) -> Larger | None:
         """Compare a batch on its way into the step with the prediction; None if it is within it."""
-        self.shapes, self.exceeds = shapes_of(batch), False
+        quick = _quick_sizes(batch, by_shape=self.is_fixed)
+        if quick == self._quick and quick:
+            return None  # as large as the one before
+        self._quick, self.shapes = quick, tuple(quick) if isinstance(quick, list) else shapes_of(batch)
+        self.exceeds = False
         if self.shapes in self._usual:
             return None
         nbytes = batch_bytes(batch)
@@ -132,6 +137,20 @@ class BatchWatch:
         then, device = self.profile.budget, self.profile.facts.device
         now = attempt(lambda: read_budget(device, margin=then.margin_share)).value
         return min(now or then, then, key=lambda each: each.usable_bytes)
+
+
+def _quick_sizes(batch: Any, *, by_shape: bool) -> list[torch.Size] | int:
+    """Shapes or bytes of a batch that is a tensor, or a flat list, tuple or dict of dense ones; 0 for any other."""
+    kind, nbytes = type(batch), 0
+    try:
+        values = batch if kind is list or kind is tuple else batch.values() if kind is dict else (batch,)
+        if by_shape:
+            return [value.shape for value in values]
+        for value in values:
+            nbytes += value.nbytes
+    except (AttributeError, RuntimeError):  # no tensor, or a sparse one
+        return 0
+    return nbytes
 
 
 # -- after an out-of-memory error
