@@ -85,6 +85,13 @@ def run_script(script: Path, folder: Path, *options: str) -> str:
     return text
 
 
+def run_program(code: str, folder: Path) -> str:
+    """What a program prints in a folder, as `run_script`."""
+    script = folder / "program.py"
+    script.write_text(code, encoding="utf-8")
+    return run_script(script, folder)
+
+
 def _run_script(script: Path, folder: Path, shown: Path, options: tuple[str, ...]) -> None:
     os.chdir(folder)
     os.environ["COLUMNS"] = "160"  # no wrapped sentences

@@ -80,7 +80,7 @@ def forked(script: str, folder: Path, *options: str) -> Run:
 
 @pytest.fixture(scope="module")
 def quickstart(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return run("quickstart.py", tmp_path_factory.mktemp("quickstart"), "--epochs", str(EPOCHS))
+    return forked("quickstart.py", tmp_path_factory.mktemp("quickstart"), "--epochs", str(EPOCHS))
 
 
 def test_quickstart_trains_at_a_larger_batch_size_than_its_loader_had(quickstart: Run) -> None:

@@ -6,8 +6,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[1] / "lightning_memguard"
 # The layout: rooms from first to last, and the files of each from first to last. All but NOT_STD import neither torch
 # nor Lightning. report/ comes before training/ because the callback prints its table; a report knows no trainer.
@@ -259,28 +257,31 @@ def test_every_file_has_its_place_in_the_order():
     assert [file for file in FILES if file not in ORDER] == ["__init__.py"]
 
 
-@pytest.mark.parametrize("file", LISTED)
-def test_a_file_imports_only_from_files_above_it(file):
-    place = list(ORDER)
-    for name in imported_names(tree_of(file)):
-        if name.partition(".")[0] == ROOT.name:
-            target = file_of(name)
-            assert target != "__init__.py", f"{file} imports {name} through the front door; import it from its home"
-            assert target in place, f"{file} imports {name}, which has no place in the order yet"
-            assert place.index(target) < place.index(file), f"{file} imports {name}, which stands below it"
+def test_a_file_imports_only_from_files_above_it():
+    place = {file: index for index, file in enumerate(ORDER)}
+    ours = [(file, name) for file in LISTED for name in imported_names(tree_of(file)) if is_ours(name)]
+    for file, name in ours:
+        target = file_of(name)
+        assert target != "__init__.py", f"{file} imports {name} through the front door; import it from its home"
+        assert target in place, f"{file} imports {name}, which has no place in the order yet"
+        assert place[target] < place[file], f"{file} imports {name}, which stands below it"
 
 
-@pytest.mark.parametrize("file", [file for file in LISTED if ORDER[file]])
-def test_a_std_file_imports_neither_torch_nor_lightning(file):
-    names = imported_names(without_type_checking(tree_of(file)))
-    assert not {name for name in names if name.partition(".")[0] in TORCH | LIGHTNING}
-    assert not {name for name in names if name.startswith(f"{ROOT.name}.") and not ORDER.get(file_of(name), True)}
+def is_ours(name):
+    return name.partition(".")[0] == ROOT.name
 
 
-@pytest.mark.parametrize("file", [file for file in LISTED if not file.startswith(ROOM_OF_LIGHTNING)])
-def test_lightning_is_imported_in_its_own_room_alone(file):
-    names = imported_names(without_type_checking(tree_of(file)))
-    assert not {name for name in names if name.partition(".")[0] in LIGHTNING}
+def test_a_std_file_imports_neither_torch_nor_lightning():
+    for file in (file for file in LISTED if ORDER[file]):
+        names = imported_names(without_type_checking(tree_of(file)))
+        assert not {name for name in names if name.partition(".")[0] in TORCH | LIGHTNING}, file
+        assert not {name for name in names if is_ours(name) and not ORDER.get(file_of(name), True)}, file
+
+
+def test_lightning_is_imported_in_its_own_room_alone():
+    for file in (file for file in LISTED if not file.startswith(ROOM_OF_LIGHTNING)):
+        names = imported_names(without_type_checking(tree_of(file)))
+        assert not {name for name in names if name.partition(".")[0] in LIGHTNING}, file
 
 
 def test_loading_all_std_files_loads_neither_torch_nor_lightning():

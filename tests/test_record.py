@@ -43,11 +43,6 @@ def benchmarks() -> Any:
     sys.path.remove(str(BENCHMARKS))
 
 
-def run(*arguments: str) -> str:
-    command = [sys.executable, str(BENCHMARKS / "record.py"), "--accelerator", "cpu", "--batch-size", "2", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=600).stdout
-
-
 def started(code: str) -> subprocess.Popen[str]:
     """A training's process, as the recorder starts it."""
     pipe = subprocess.PIPE
@@ -75,19 +70,21 @@ def recorder(benchmarks, monkeypatch, tmp_path):
 TRAINS = 'print(input() and \'{"max_reserved": null, "seconds": 0.1}\')'
 
 
-def test_a_recording_is_written_and_continued(benchmarks, tmp_path, capsys):
-    out = tmp_path / "cpu.json"
-    printed = run("--only", "gan_adam", "--out", str(out), "--jobs-ahead", "1")
-    assert printed.startswith("0 recorded already, 1 to go")
+def test_a_recording_is_written_and_continued(benchmarks, monkeypatch, tmp_path, capsys):
+    record, out = benchmarks("record"), tmp_path / "cpu.json"
+    command = ["record.py", "--accelerator", "cpu", "--batch-size", "2", "--only", "gan_adam"]
+    command += ["--case-minutes", "9", "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", command)
+    record.main()
+    assert capsys.readouterr().out.startswith("0 recorded already, 1 to go")
     recording = json.loads(out.read_text())
     assert recording["machine"]["gpu"] is None
     case = recording["cases"]["gan_adam"]
     assert (case["batch_size"], case["max_reserved"]) == (2, None)
     assert case["training"]["optimizer"] == "adam"
 
-    options = argparse.Namespace(accelerator="cpu", batch_size=2, minutes=1.0, ahead=1, again=False)
-    benchmarks("record").record(["gan_adam"], out, options)
-    assert capsys.readouterr().out == "1 recorded already, 0 to go\n"
+    record.main()
+    assert capsys.readouterr().out.startswith("1 recorded already, 0 to go\n")
     assert json.loads(out.read_text()) == recording
 
 

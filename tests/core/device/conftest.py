@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import textwrap
 import types
 from collections.abc import Callable
@@ -19,24 +16,16 @@ from lightning_memguard.core.device import host as host_module
 from lightning_memguard.core.device import nvml as nvml_module
 from lightning_memguard.core.device.host import MemoryInfo
 from lightning_memguard.units import GIB, MIB
+from tests import forks
 
-REPOSITORY = Path(__file__).parents[3]
 
-
-@pytest.fixture(scope="session")
-def run_program() -> Callable[..., object]:
+@pytest.fixture
+def run_program(tmp_path: Path) -> Callable[..., object]:
     """A function that runs a program in a process of its own; the program prints its result as JSON last."""
 
     def run(program: str) -> object:
-        done = subprocess.run(
-            [sys.executable, "-W", "error::UserWarning", "-c", textwrap.dedent(program)],
-            env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout.splitlines()[-1])
+        strict = "import warnings\nwarnings.simplefilter('error', UserWarning)\n"
+        return json.loads(forks.run_program(strict + textwrap.dedent(program), tmp_path).splitlines()[-1])
 
     return run
 

@@ -27,6 +27,7 @@ import torch
 
 from lightning_memguard.core.isolation import child as child_module
 from lightning_memguard.core.isolation.pool import Answer, Children
+from tests.forks import run_program
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
 LIBC = ctypes.CDLL(None, use_errno=True)
@@ -369,7 +370,7 @@ with Children(nested if {trusted} else endless, most=1, trusted={trusted}) as po
         time.sleep(0.01)
     os._exit(0)
 """
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+    run_program(script, tmp_path)
     process = int((tmp_path / "pids").read_text())
     deadline = time.monotonic() + 10
     while is_running(process) and time.monotonic() < deadline:

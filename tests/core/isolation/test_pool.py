@@ -20,6 +20,7 @@ import pytest
 
 from lightning_memguard.core.isolation import pool as pool_module
 from lightning_memguard.core.isolation.pool import Answer, Children, beat, can_fork, in_child
+from tests.forks import run_program
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
 
@@ -354,7 +355,7 @@ def test_a_child_knows_that_it_is_one() -> None:
     assert run(lambda: (run(in_child).value, in_child()), trusted=True).value == (True, False)
 
 
-def test_autograd_and_many_threads_in_the_parent_do_not_stop_a_child() -> None:
+def test_autograd_and_many_threads_in_the_parent_do_not_stop_a_child(tmp_path: Path) -> None:
     """In a process of its own: where CUDA is simulated, autograd has threads for it and refuses a fork."""
     script = """
 import torch
@@ -368,10 +369,10 @@ here = learn(2)
 with Children(learn, most=1) as pool:
     assert pool.answer(1).value == here, pool.answer(1)
 """
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=300)
+    run_program(script, tmp_path)
 
 
-def test_a_notebooks_output_is_not_written_to() -> None:
+def test_a_notebooks_output_is_not_written_to(tmp_path: Path) -> None:
     """A notebook's `sys.stdout` is an object that sends text through a socket."""
     script = """
 import sys
@@ -383,7 +384,7 @@ sys.stdout = Notebook()
 with Children(lambda _: print("child"), most=1) as pool:
     assert pool.answer(0).lost == "", pool.answer(0)
 """
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+    run_program(script, tmp_path)
 
 
 def test_what_a_child_started_ends_with_it() -> None:
