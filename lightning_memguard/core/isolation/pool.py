@@ -123,9 +123,8 @@ class Children(Generic[Request, Value]):
     def close(self) -> None:
         """End the children, whatever they do."""
         self._waiting.clear()
-        for child in self._children:
-            child.end()
-        self._children.clear()
+        while self._children:  # each is ended once, even if Ctrl-C comes while it is waited for
+            self._children.pop().end()
 
     def __enter__(self) -> Self:
         return self
@@ -174,8 +173,8 @@ class Children(Generic[Request, Value]):
                 self._answers[cast("Request", child.request)] = answer
                 child.is_busy = False
                 if answer.lost:
-                    child.end()
                     self._children.remove(child)
+                    child.end()
         self._hand_out()
 
 

@@ -235,6 +235,21 @@ def test_an_interrupt_ends_the_wait_and_the_child() -> None:
     assert psutil.Process().children() == before
 
 
+def test_an_interrupt_while_a_child_is_ended_stays_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The child is not ended a second time, which would raise an error of its own."""
+    end, ends = pool_module._Child.end, []
+
+    def interrupted(child: Any) -> None:
+        end(child)
+        ends.append(child)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pool_module._Child, "end", interrupted)
+    with pytest.raises(KeyboardInterrupt), Children(os._exit) as children:
+        children.answer(3)
+    assert len(ends) == 1
+
+
 def test_a_child_that_is_killed_from_outside_is_an_answer() -> None:
     with Children[int, int](lambda number: os.getpid() if number else time.sleep(60), most=1) as pool:
         process = pool.answer(1).value
