@@ -399,14 +399,16 @@ def seed_all(seed: int) -> None:
 def faking(mode: FakeTensorMode) -> Iterator[None]:
     """Run what is inside on fake tensors, compiled modules eagerly.
 
-    Patches ``nn.Module._apply``, torch's lists of types for ``foreach``, the ``max`` of Adafactor and ``trunc_normal_``
-    for all threads of the process.
+    Patches ``nn.Module._apply``, torch's lists of types for ``foreach``, the ``max`` of Adafactor, ``trunc_normal_``
+    and ``pad_packed_sequence`` for all threads of the process.
     """
     with ExitStack() as exits:
         exits.enter_context(torch.compiler.set_stance("force_eager"))
         exits.enter_context(_modules_can_move())
         exits.enter_context(patched(torch._subclasses, FakeTensor=_Unknown))
         exits.enter_context(added(find("torch.optim._adafactor"), max=_larger))
+        # What `pad_packed_sequence` calls, in torch 2.9 to 2.13.
+        exits.enter_context(patched(find("torch._VF"), _pad_packed_sequence=_padded))
         exits.enter_context(patched(nn.init, _no_grad_trunc_normal_=_truncating(mode)))
         for home in _USES_FOREACH:
             types = [*home._foreach_supported_types, FakeTensor]
@@ -509,7 +511,7 @@ def call(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> objec
     This differs from torch in: 1. A deep copy of a fake tensor makes no real storage. 2. A float that is read (usually
     to be logged) is an `UnknownFloat`; ``float(tensor)`` must return a plain float, so comparing that one goes
     unnoticed. 3. Arguments that distributions validate are valid, as is what the step refuses by ``if ...: raise``.
-    4. Known values are read as NumPy arrays. 5. A packed sequence is padded without its values.
+    4. Known values are read as NumPy arrays.
     """
     if args and isinstance(args[0], FakeTensor):
         if func is torch.Tensor.__deepcopy__:
@@ -525,12 +527,9 @@ def call(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> objec
             return answer if valid is None else valid
         if func in _READS_ARRAY and (value := known_value(args[0])) is not None:
             return func(value, *args[1:], **kwargs)
-        if func is _PAD_PACKED:
-            return _padded(*args)
     return func(*args, **kwargs)
 
 
-_PAD_PACKED = find("torch._VF._pad_packed_sequence")  # what `pad_packed_sequence` calls, in torch 2.9 to 2.13
 _IS_ALL_TRUE = find("torch._is_all_true")
 _ASKS_WHETHER = (torch.Tensor.__bool__, _IS_ALL_TRUE)
 _READS_FLOAT = (torch.Tensor.item, torch.Tensor.__float__)
