@@ -524,8 +524,9 @@ def test_a_packed_batch_runs_on_fake_tensors_and_is_padded_again(kind):
 
 
 def test_a_packed_batch_is_padded_where_functions_are_not_watched_as_in_a_compiled_step():
+    batches = batches_from_one(pack(5, 3, 3))
     with tensors(fake=True):
-        padded, lengths = pad_packed_sequence(batches_from_one(pack(5, 3, 3)).fake(3))
+        padded, lengths = pad_packed_sequence(batches.fake(3))
     assert (type(padded), padded.shape, lengths.tolist()) == (FakeTensor, (5, 3, 3), [5, 3, 3])
 
 
