@@ -441,7 +441,7 @@ def faking(mode: FakeTensorMode) -> Iterator[None]:
     """Run what is inside on fake tensors, compiled modules eagerly.
 
     Patches ``nn.Module._apply``, torch's class ``FakeTensor`` and lists of types for ``foreach``, the ``max`` of
-    Adafactor and ``trunc_normal_`` for all threads of the process.
+    Adafactor, ``trunc_normal_``, lazy parameters and ``pad_packed_sequence`` for all threads of the process.
     """
     with ExitStack() as exits:
         logger = logging.getLogger(FakeTensorMode.__module__)  # of operators that raise, which the error says too
@@ -450,6 +450,8 @@ def faking(mode: FakeTensorMode) -> Iterator[None]:
         exits.enter_context(_modules_can_move())
         exits.enter_context(patched(torch._subclasses, FakeTensor=_Unknown))
         exits.enter_context(added(find("torch.optim._adafactor"), max=_larger))
+        # What `pad_packed_sequence` calls, in torch 2.9 to 2.13.
+        exits.enter_context(patched(find("torch._VF"), _pad_packed_sequence=_padded))
         exits.enter_context(patched(nn.init, _no_grad_trunc_normal_=_truncating(mode)))
         for kind in (nn.UninitializedParameter, nn.UninitializedBuffer):
             exits.enter_context(patched(kind, __new__=staticmethod(_lazy_fake)))
@@ -554,7 +556,7 @@ def call(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> objec
     This differs from torch in: 1. A deep copy of a fake tensor makes no real storage. 2. A float that is read (usually
     to be logged) is an `UnknownFloat`; ``float(tensor)`` must return a plain float, so comparing that one goes
     unnoticed. 3. Arguments that distributions validate are valid, as is what the step refuses by ``if ...: raise``.
-    4. Known values are read as NumPy arrays. 5. A packed sequence is padded without its values.
+    4. Known values are read as NumPy arrays.
     """
     if args and isinstance(args[0], FakeTensor):
         if func is torch.Tensor.__deepcopy__:
@@ -570,12 +572,9 @@ def call(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> objec
             return answer if valid is None else valid
         if func in _READS_ARRAY and (value := known_value(args[0])) is not None:
             return func(value, *args[1:], **kwargs)
-        if func is _PAD_PACKED:
-            return _padded(*args)
     return func(*args, **kwargs)
 
 
-_PAD_PACKED = find("torch._VF._pad_packed_sequence")  # what `pad_packed_sequence` calls, in torch 2.9 to 2.13
 _IS_ALL_TRUE = find("torch._is_all_true")
 _ASKS_WHETHER = (torch.Tensor.__bool__, _IS_ALL_TRUE)
 _READS_FLOAT = (torch.Tensor.item, torch.Tensor.__float__)

@@ -523,6 +523,13 @@ def test_a_packed_batch_runs_on_fake_tensors_and_is_padded_again(kind):
     assert (type(padded), padded.shape, lengths.tolist()) == (FakeTensor, (10, 5, 8), [5] * 10)
 
 
+def test_a_packed_batch_is_padded_where_functions_are_not_watched_as_in_a_compiled_step():
+    batches = batches_from_one(pack(5, 3, 3))
+    with tensors(fake=True):
+        padded, lengths = pad_packed_sequence(batches.fake(3))
+    assert (type(padded), padded.shape, lengths.tolist()) == (FakeTensor, (5, 3, 3), [5, 3, 3])
+
+
 def test_a_packed_batch_is_padded_as_torch_does_it():
     """Five, three and three steps: the same shape, strides and lengths on fake tensors as on real ones."""
     batch = pack(5, 3, 3)
