@@ -397,6 +397,11 @@ def _with_range(most: Footprint, found: Sequence[Footprint], ceiling: Footprint 
     return replace(wide, notes=(*most.notes, *([note] if seen[0] != seen[1] else [])))
 
 
+_NOT_UNFROZEN = (
+    "parameters that are frozen now may be trained in a later epoch, which takes more: that is not predicted"
+)
+
+
 def _with_later(now: Footprint, later: Footprint) -> Footprint:
     """Widen the footprint of the first epoch's step up to that of a step that trains all parameters."""
     more = format_bytes(max(now.highest.allocated_bytes, later.highest.allocated_bytes))
@@ -440,6 +445,8 @@ def predict(
             with captures_of(unfrozen) as others, contextlib.suppress(CannotTraceError):
                 later = _predicted(others, replace(known, program=unfrozen), batch_size)
                 found = replace(found, unfrozen=later)
+            if found.unfrozen is None or found.unfrozen.method == "states":
+                found = replace(found, notes=(*found.notes, _NOT_UNFROZEN))
         if not any(NOTE in trace.notes for trace in found.traces.values()):
             return found
         if program.device.type != "cpu":

@@ -64,11 +64,13 @@ class EpochRecord:
     def has_error(self) -> bool:
         """Whether the two peaks compare: one was measured, a whole step was predicted, and it is not too small.
 
-        On the CPU a process takes up to 4 to some 12 MiB outside of its tensors (`process_bytes`). If that is more than
-        a tenth of the predicted peak, an error of -80 % would compare tensors with Python's objects and threads.
+        On the CPU a process takes up to 4 to some 12 MiB outside of its tensors (`process_bytes`), and each worker has
+        pages of its own. If that is more than a tenth of the predicted peak, an error of -80 % would compare tensors
+        with Python's objects and threads.
         """
         predicted = self.predicted
         outside = max(_OBJECTS_BYTES, predicted.high.outside_bytes if predicted.high else 0)
+        outside += predicted.parts.get("workers", 0)
         is_small = predicted.device == "cpu" and outside > 0.1 * predicted.peak_device_bytes
         return bool(self.measured.peak_bytes) and not predicted.is_partial and not is_small
 

@@ -14,7 +14,6 @@ import inspect
 import logging
 import operator
 import random
-import re
 import statistics
 import sys
 import types
@@ -101,10 +100,14 @@ def _valid_answer() -> bool | None:
     frame = sys._getframe(2)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("lightning_memguard."):
         frame = frame.f_back
-    answer = _answer_that_goes_on(frame.f_code, frame.f_lasti)
+    answer = _ANSWERS.get(frame.f_code.co_name, _answer_that_goes_on(frame.f_code, frame.f_lasti))
     if answer is not None:
         constants.note_check()
     return answer
+
+
+# torchmetrics on the CPU asks whether all are probabilities already; logits take one tensor more.
+_ANSWERS = {"normalize_logits_if_needed": False}
 
 
 @functools.cache
@@ -114,12 +117,19 @@ def _answer_that_goes_on(code: types.CodeType, offset: int) -> bool | None:
     jump, *then = [each for each in (here, *others) if each is not here or "JUMP" in each.opname] or [here]
     if not jump.opname.startswith("POP_JUMP") or not jump.opname.endswith(("IF_FALSE", "IF_TRUE")):
         return None
-    end = next((each for each in then if _ENDS.search(each.opname)), None)
-    raises = end is not None and end.opname == "RAISE_VARARGS" and end.offset < jump.argval
+    block = [each for each in then if each.offset < jump.argval]
+    raises = bool(block) and block[-1].opname == "RAISE_VARARGS" and not any(_leaves(each, jump) for each in block)
     return jump.opname.endswith("IF_TRUE") if raises else None
 
 
-_ENDS = re.compile("JUMP|RETURN|RAISE|FOR_ITER|SEND")  # of a block without branches
+def _leaves(each: dis.Instruction, jump: dis.Instruction) -> bool:
+    """Whether an instruction leaves the block that ``jump`` jumps over; an ``if`` within a message does not."""
+    if each.opcode in _JUMPS:
+        return not jump.offset < each.argval < jump.argval
+    return "RETURN" in each.opname or "YIELD" in each.opname
+
+
+_JUMPS = {*dis.hasjrel, *dis.hasjabs}
 _MOST_READ = 64  # elements of a trained parameter whose values the step may read
 
 

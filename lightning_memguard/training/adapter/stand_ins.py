@@ -56,6 +56,20 @@ class SilentLogger(StandIn):
         return SilentExperiment(None) if callable(value) else value
 
 
+class QuietTrainer(StandIn):
+    """A Trainer to read from, whose loggers do nothing."""
+
+    @property
+    def loggers(self) -> list[SilentLogger]:
+        """Replacements for the user's loggers."""
+        return [SilentLogger(logger) for logger in vars(self)["memguard_original"].loggers]
+
+    @property
+    def logger(self) -> SilentLogger | None:
+        """The first of them."""
+        return next(iter(self.loggers), None)
+
+
 class SilentExperiment:
     """Anything that a step may call, index or enter; numbers and text are those of the user's experiment."""
 

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from lightning_memguard.core.decision.decision import LimitedBy, largest_that
 from lightning_memguard.core.simulation.fake import fake_copy
 from lightning_memguard.errors import CannotTraceError
-from lightning_memguard.training.adapter import loader_access
+from lightning_memguard.training.adapter import loader_access, stand_ins
 from lightning_memguard.training.data import resizing
 from lightning_memguard.training.data.copies import preserve_state
 from lightning_memguard.training.facts.lightning_types import lightning_of
@@ -201,6 +201,8 @@ def find(facts: RunFacts, role: Role) -> LoaderInfo:
         elif isinstance(owner, package.LightningModule):
             # the parameters of the copy have no memory
             module: Any = fake_copy(owner, FakeTensorMode(), torch.device("cpu"))
+            with contextlib.suppress(RuntimeError):  # a plan's module has no Trainer
+                module.trainer = quiet = stand_ins.QuietTrainer(owner.trainer.fit_loop.trainer)  # noqa: F841 - held weakly
             module.setup(stage=loader_access.stage_named("fit" if role in ("train", "val") else role, package))
             loader, origin = loader_access.call_loader_hook(module, hook), f"the module's {hook}()"
         else:
@@ -232,6 +234,12 @@ def source_of(loader: Iterable[Any], origin: str, ranks: int = 1, *, recreated: 
         return Source([loader], size, fixed, ranks if isinstance(loader, DataLoader) else 1)
 
 
+def _has_length(source: Source) -> bool:
+    with contextlib.suppress(TypeError, NotImplementedError):
+        return len(source.loader) >= 0  # type: ignore[arg-type]
+    return False
+
+
 def largest_for(facts: RunFacts, info: LoaderInfo) -> int | None:
     """The largest batch size that a run's data can fill, and at which the Trainer still finds enough batches.
 
@@ -246,7 +254,8 @@ def largest_for(facts: RunFacts, info: LoaderInfo) -> int | None:
         most = max(most, info.batch_size)  # a loader with fewer samples does not make the others' batches smaller
     limit, interval, needed = facts.limits[info.role], facts.val_check_interval, 1
     if info.role == "train" and isinstance(interval, int) and facts.check_val_every_n_epoch is not None:
-        needed = interval if facts.limits["val"] > 0 else 1
+        # Lightning does not know where a stream ends
+        needed = interval if facts.limits["val"] > 0 and all(map(_has_length, info.sources)) else 1
 
     def has_enough_batches(size: int) -> bool:
         counts = [1 << 62 if count is None else count for count in info.counts(size)]

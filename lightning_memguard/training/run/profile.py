@@ -523,7 +523,9 @@ def _validation(run: Run, training: Prediction) -> ValidationRun:
 
 def _next_to(training: Prediction, run: Run, validation: Prediction) -> Prediction:
     gradients = callbacks.validates_mid_step(run.facts, run.program.accumulate_grad_batches or 1)
-    kept = _alive_between_steps(next(iter(training.traces.values())), gradients=gradients)
+    # variants that depend on values have no trace of their own size
+    trace = next(iter(training.traces.values()), None) or training.trace_at(run.loader_info.batch_size or 1)
+    kept = _alive_between_steps(trace, gradients=gradients)
     return replace(validation, held=tuple(kept))
 
 

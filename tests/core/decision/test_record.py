@@ -57,6 +57,8 @@ def test_a_step_too_small_to_compare_with_a_process_has_both_figures_and_no_erro
     assert ("memguard/error_pct" in record.as_metrics()) is has_error
     assert ("%" in last_line([record])) is has_error
     assert ("%" in picture_of_epoch(record).figures) is has_error
+    with_workers = replace(predicted, parts={"workers": peak // 5})
+    assert replace(record, predicted=with_workers).has_error is (has_error and device == "cuda")
     assert {f"{peak_mib}.0 MiB", f"{peak_mib + 9}.0 MiB"} <= set(re.findall(r"[\d.]+ MiB", last_line([record])))
 
 

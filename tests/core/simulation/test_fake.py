@@ -436,6 +436,29 @@ def test_an_unknown_float_stays_unknown_when_scaled():
         _ = 100 * UnknownFloat(1.0) > 50
 
 
+def test_a_check_may_choose_the_words_of_what_it_raises(mode):
+    """As torchmetrics does where it checks labels; a branch that does something else still needs the value."""
+
+    def checked(x, allowed=None):
+        if call(torch.Tensor.__bool__, (x,), {}):
+            raise ValueError(f"expected {[0, 1] if allowed is None else [allowed]}")
+        return x
+
+    def changed(x, allowed=None):
+        if call(torch.Tensor.__bool__, (x,), {}):
+            x = 1 if allowed is None else x
+        return x
+
+    def normalize_logits_if_needed(x):
+        return "as it is" if call(torch.Tensor.__bool__, (x,), {}) else "normalized"
+
+    unknown = torch.empty((), dtype=torch.bool)
+    assert checked(unknown) is unknown
+    assert normalize_logits_if_needed(unknown) == "normalized"
+    with pytest.raises(DataDependentOutputException):
+        changed(unknown)
+
+
 def test_a_value_that_is_known_is_given(mode):
     assert call(torch.Tensor.item, (torch.tensor(2.5),), {}) == 2.5
 

@@ -355,6 +355,21 @@ def test_what_may_be_trained_later_is_in_the_range(trainer: Any, dataset: Tensor
     assert footprint_of(tuned(trainer(max_epochs=1), Unfreezing(), dataset)).high == frozen.high
 
 
+class NeverTrained(Unfreezing):
+    """Its step fails once its frozen layer is trained."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if all(parameter.requires_grad for parameter in self.parameters()):
+            raise RuntimeError("not on the copy")
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.usefixtures("here")
+def test_what_may_be_trained_later_and_cannot_be_predicted_is_noted(trainer: Any, dataset: Any, tuned: Any) -> None:
+    found = footprint_of(tuned(trainer(max_epochs=2), NeverTrained(), dataset))
+    assert any("that is not predicted" in note for note in found.notes)
+
+
 class Wrapping(torch.optim.Optimizer):
     """Runs another optimizer, and not ``Optimizer.__init__``."""
 

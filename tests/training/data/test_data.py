@@ -433,6 +433,12 @@ def test_an_interval_of_validation_leaves_as_many_batches() -> None:
     assert len(module.shapes) == 5
 
 
+def test_a_stream_whose_end_lightning_does_not_know_has_no_interval_to_leave_room_for() -> None:
+    """Lightning trains 15 batches of 4 with an interval of 100, so no size is too large for it."""
+    _, decision = ran(DataLoader(Stream(60), 4), val_check_interval=100)
+    assert (decision.batch_size, decision.limited_by) == (60, "dataset")
+
+
 def test_a_share_that_needs_several_batches_is_the_limit_by_its_name() -> None:
     for setting in ("limit_train_batches", "overfit_batches"):
         _, decision = ran(DataLoader(numbered(), 4), **{setting: 0.2})

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.loggers import CSVLogger
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -257,6 +258,26 @@ def test_a_loader_hook_is_called_on_a_copy(trainer: Any) -> None:
     info = loaders.find(read_run_facts(fit), "train")
     assert (info.batch_size, info.origin) == (8, "the datamodule's train_dataloader()")
     assert not hasattr(data, "asked")
+
+
+def test_a_setup_that_reads_its_trainer_runs_on_the_copy_and_its_loggers_are_silent(trainer: Any, small: Any) -> None:
+    seen = []
+
+    class Reads(small):  # type: ignore[misc]
+        def setup(self, stage: str) -> None:
+            seen.append(self.trainer.strategy.root_device.type)
+            self.logger.log_metrics({"setup": 1.0})
+            self.trainer.logger.experiment.watch(self)
+
+        def train_dataloader(self) -> Any:
+            return DataLoader(TensorDataset(torch.zeros(8, 16)), batch_size=4)
+
+    run, module = trainer(logger=CSVLogger(".")), Reads()
+    run.strategy.connect(module)
+    module.trainer = run
+    set_data_source(run, module)
+    assert loaders.find(read_run_facts(run), "train").batch_size == 4
+    assert (seen, run.logger.experiment.metrics) == (["cpu"], [])
 
 
 def test_a_loader_hook_that_fails_leaves_torchs_classes_as_they_were(trainer: Any, small: Any) -> None:

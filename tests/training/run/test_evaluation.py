@@ -487,3 +487,25 @@ def test_what_waits_for_the_garbage_collector_is_not_kept_of_each_batch(
     left = footprint.peak_allocated_bytes - footprint.low.allocated_bytes
     assert left == 64 * 4000
     assert footprint.high.allocated_bytes - footprint.low.allocated_bytes == 32 * left
+
+
+def test_a_training_whose_sizes_depend_on_values_has_its_validation_predicted(trainer: Any) -> None:
+    """Binary metrics check which labels there are; that needs no real step."""
+
+    class Binary(Noting):
+        def __init__(self) -> None:
+            super().__init__()
+            self.accuracy = torchmetrics.classification.BinaryAccuracy()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.accuracy(self.loss(batch).expand(len(batch[1])), batch[1])
+            return super().training_step(batch, batch_idx)
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.accuracy(self.loss(batch).expand(len(batch[1])), batch[1])
+
+    guard, data = MemGuard(mode="check"), TensorDataset(torch.randn(40, 128), torch.arange(40) % 2)
+    trainer(guard).fit(Binary(), DataLoader(data, batch_size=8), DataLoader(data, batch_size=8))
+    footprint = guard.decision.footprint
+    assert footprint.method in ("worst-case", "sampled")
+    assert not any("not predicted" in note or "could not run" in note for note in footprint.notes)
