@@ -135,7 +135,7 @@ ROOMS = {
         "shadow",
         "program",
     ],
-    "training/data": ["__init__", "copies", "resizing", "loaders", "draws", "samples", "workers"],
+    "training/data": ["__init__", "copies", "resizing", "sizes_elsewhere", "loaders", "draws", "samples", "workers"],
     "training/planning": [
         "__init__",
         "structure",

@@ -32,6 +32,7 @@ from lightning_memguard.training.adapter import callbacks
 from lightning_memguard.training.adapter.program import LightningProgram
 from lightning_memguard.training.data.loaders import LoaderInfo, epoch_size_for, find, largest_for, limit_of, loaders_at
 from lightning_memguard.training.data.samples import RunSamples, sample
+from lightning_memguard.training.data.sizes_elsewhere import held_elsewhere
 from lightning_memguard.training.data.workers import Workers, host_budgets, ranks_of_host, workers_of
 from lightning_memguard.training.facts.ranks import Attempt, attempt
 from lightning_memguard.training.facts.run_facts import RunFacts
@@ -381,6 +382,7 @@ def read_run(trainer: Trainer, module: LightningModule, settings: GuardSettings,
         validation_info = attempt(lambda: find(facts, "val"))
         evaluation = attempt(lambda: _evaluation(validation_info.unwrap(), facts, program))
     budget, held = _budget(module, facts, settings)
+    elsewhere = attempt(lambda: held_elsewhere(module, loader_info.batch_size)).value or ""
     its = evaluation.value.program.families if evaluation.value else ()
     of_loops = (loader_info, samples.batches), (validation_info.value, its)
     workers = workers_of(facts, *of_loops, sized=counted is not None, epochs=trainer.max_epochs)
@@ -388,7 +390,7 @@ def read_run(trainer: Trainer, module: LightningModule, settings: GuardSettings,
     return Reading(
         Run(facts, loader_info, program, evaluation, validation_info.value),
         size,
-        lambda fixed: _request(facts, loader_info, samples, settings, size, fixed),
+        lambda fixed: _request(facts, loader_info, samples, settings, size, fixed or elsewhere),
         budget,
         held,
         avoids_single_sample=any(isinstance(each, _BatchNorm) for each in module.modules()),

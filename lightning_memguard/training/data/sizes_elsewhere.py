@@ -1,0 +1,109 @@
+"""The batch size in places that do not follow the loader's: a step that reads one is another step at another size.
+
+Read from the code, not proven: a number is taken for the batch size if it is equal to it, is named like it, and the
+class that holds it, or code that names its holder, reads it outside of what runs before the training.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+from torch import Tensor, nn
+
+_IS_NAMED_SO = re.compile(r"(batch|sample)s?_?size|(num|n)_(samples|batch)|^bs$", re.IGNORECASE).search
+_RUNS_BEFORE = re.compile(
+    r"__|.*dataloader$|setup$|prepare_data$|configure_|add_\w*arg|extra_repr$|(on_)?(save|load)_"
+).match
+_NOT_THE_USERS = ("builtins", "torch", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_memguard")
+_MOST_DEPTH, _MOST_OBJECTS = 3, 20_000
+
+
+def held_elsewhere(module: nn.Module, batch_size: int) -> str:
+    """Say what holds the batch size as well, and where a step reads it; empty if nothing is known to.
+
+    ``module.batch_size`` and ``module.hparams.batch_size`` follow: MemGuard sets them.
+    """
+    code = {function: _names_in(function.__code__) for kind in _classes(module) for function in _functions(kind)}
+    for path, holder, holder_name, name in _numbers(module, code, batch_size):
+        own = set[object]() if isinstance(holder, (Mapping, Namespace)) else {*_functions(*_users(type(holder)))}
+        for function, names in code.items():
+            if name in names and (function in own or (holder_name and holder_name in names)):
+                place = f"{Path(function.__code__.co_filename).name}:{function.__code__.co_firstlineno}"
+                return f"`{path}` is {batch_size} as well and stays so, and {function.__qualname__} ({place}) reads it"
+    return ""
+
+
+def _numbers(
+    module: nn.Module, code: Mapping[FunctionType, set[str]], batch_size: int
+) -> Iterator[tuple[str, object, str, str]]:
+    """Integers that are named like the batch size, and equal to it: path, holder, the holder's name, own name."""
+    known = {id(module)}
+    todo: list[tuple[str, object, str, int]] = [
+        (path, child, path.rpartition(".")[2], 0) for path, child in module.named_modules()
+    ]
+    for function, names in code.items():
+        for name in names & function.__globals__.keys():
+            value = function.__globals__[name]
+            if type(value) is int and value == batch_size and _IS_NAMED_SO(name):
+                yield name, Namespace(), name, name
+            elif _may_hold(value):
+                todo.append((name, value, name, _MOST_DEPTH))
+    while todo and len(known) < _MOST_OBJECTS:
+        path, holder, holder_name, depth = todo.pop()
+        for name, value in _items(holder):
+            follows = name == "batch_size" and (holder is module or path == "hparams")
+            shown = "hparams" if name == "_hparams" else name
+            here = f"{path}.{shown}" if path else shown
+            if type(value) is int and value == batch_size and _IS_NAMED_SO(name) and not follows:
+                yield here, holder, holder_name, name
+            elif depth < _MOST_DEPTH and id(value) not in known and name != "_hparams_initial" and _may_hold(value):
+                known.add(id(value))
+                todo.append((here, value, shown, depth + 1))
+
+
+def _items(holder: object) -> list[tuple[str, Any]]:
+    with suppress(Exception):  # of the user's own mapping
+        return (
+            [(name, value) for name, value in dict(holder).items() if isinstance(name, str)]
+            if isinstance(holder, Mapping)
+            else [*vars(holder).items()]
+        )
+    return []
+
+
+def _may_hold(value: object) -> bool:
+    """Whether a value is a configuration or an object of the user's that is no module: those are walked themselves."""
+    if isinstance(value, (nn.Module, Tensor, type, ModuleType, FunctionType)):
+        return False
+    return isinstance(value, (Mapping, Namespace)) or bool(_users(type(value)) and hasattr(value, "__dict__"))
+
+
+def _users(kind: type) -> list[type]:
+    return [each for each in kind.__mro__ if each.__module__.partition(".")[0] not in _NOT_THE_USERS]
+
+
+def _classes(module: nn.Module) -> set[type]:
+    """The user's classes of a module, of its children, and of objects that they hold."""
+    held = (value for child in module.modules() for value in vars(child).values() if _may_hold(value))
+    return {each for holder in (*module.modules(), *held) for each in _users(type(holder))}
+
+
+def _functions(*kinds: type) -> Iterator[FunctionType]:
+    for kind in kinds:
+        for name, member in vars(kind).items():
+            function = inspect.unwrap(getattr(member, "__func__", getattr(member, "fget", None)) or member)
+            if isinstance(function, FunctionType) and (not _RUNS_BEFORE(name) or name == "__call__"):
+                yield function
+
+
+def _names_in(code: CodeType) -> set[str]:
+    """Attributes, globals and keys that code names, without the names of arguments that it passes."""
+    inner = (_names_in(each) for each in code.co_consts if isinstance(each, CodeType))
+    return {*code.co_names, *(each for each in code.co_consts if isinstance(each, str))}.union(*inner)
