@@ -140,6 +140,12 @@ class LoaderInfo:
         return min((source.batch_size for source in self.sources if source.batch_size), default=0)
 
     @property
+    def full_size(self) -> int:
+        """Samples in a full batch: a single loader may have fewer in all than its batch size."""
+        most = self.dataset_size if len(self.sources) == 1 else None
+        return min(self.batch_size, most or self.batch_size)
+
+    @property
     def unit(self) -> int:
         """Unit whose multiples keep the loaders' batch sizes in ratio; 1 for one loader, or several of one size."""
         return self.batch_size // (math.gcd(*(source.batch_size for source in self.sources)) or 1) or 1

@@ -360,7 +360,9 @@ def read_run(trainer: Trainer, module: LightningModule, settings: GuardSettings,
     samples = sample(loader_info)
     counted = loader_info.batches_per_epoch  # Lightning fetches one batch ahead of a stream without a length
     loader_info = loader_info.with_ends(samples.ends)
-    size = samples.batch_size
+    elsewhere = attempt(lambda: held_elsewhere(module, loader_info.batch_size)).value or ""
+    is_kept = settings.mode != "tune" or elsewhere
+    size = (loader_info.full_size if is_kept else 0) or samples.batch_size
     program = LightningProgram(
         trainer,
         module,
@@ -382,7 +384,6 @@ def read_run(trainer: Trainer, module: LightningModule, settings: GuardSettings,
         validation_info = attempt(lambda: find(facts, "val"))
         evaluation = attempt(lambda: _evaluation(validation_info.unwrap(), facts, program))
     budget, held = _budget(module, facts, settings)
-    elsewhere = attempt(lambda: held_elsewhere(module, loader_info.batch_size)).value or ""
     its = evaluation.value.program.families if evaluation.value else ()
     of_loops = (loader_info, samples.batches), (validation_info.value, its)
     workers = workers_of(facts, *of_loops, sized=counted is not None, epochs=trainer.max_epochs)
@@ -512,7 +513,7 @@ def _evaluation(info: LoaderInfo, facts: RunFacts, training: LightningProgram) -
         callback_bytes=0,
         loaders_at=partial(loaders_at, facts, info),
     )
-    return Evaluation(program, samples.batch_size)
+    return Evaluation(program, info.full_size or samples.batch_size)
 
 
 def _validation(run: Run, training: Prediction) -> ValidationRun:

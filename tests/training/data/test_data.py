@@ -560,3 +560,19 @@ def test_a_subclass_that_names_its_size_otherwise_is_left_alone_where_it_is_made
 
 def test_without_lightnings_own_sampler() -> None:
     assert [shape[0] for shape in fitted(LOADERS["shuffled"](4), 50, use_distributed_sampler=False).shapes] == [50, 50]
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_a_batch_is_predicted_of_the_samples_that_there_are(trainer, small, dataset, drop_last):
+    class Validated(small):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.net(batch[0])
+
+    few = torch.utils.data.Subset(dataset, range(6))
+    loaders = DataLoader(few, batch_size=1000), DataLoader(few, batch_size=1000, drop_last=drop_last)
+    for mode in ("check", "tune"):
+        guard = MemGuard(mode=mode, budget="1GiB")
+        fit = trainer(guard, limit_val_batches=1.0, num_sanity_val_steps=0)
+        fit.fit(Validated(), *loaders)
+        assert guard.decision.footprint.batch_size == 6
+        assert fit.num_val_batches == [0 if drop_last else 1]
