@@ -203,12 +203,16 @@ def test_a_run_that_tells_nothing_of_the_step_is_not_stored(gpu: Gpu, disturbed:
     assert not stored()
 
 
-@pytest.mark.parametrize("short", [{"max_steps": 1}, {"samples": 63}], ids=["no second step", "no full batch"])
-def test_a_run_without_whole_steps_is_not_stored(gpu: Gpu, short: dict[str, Any]) -> None:
+def test_a_run_without_a_second_step_is_not_stored(gpu: Gpu) -> None:
     """Its peak is less than the next run's would be."""
-    gpu.fit("check", max_epochs=2, **short)
+    gpu.fit("check", max_epochs=2, max_steps=1)
     assert gpu.guard.records
     assert not stored()
+
+
+def test_a_run_of_fewer_samples_than_its_batch_size_is_stored_at_their_number(gpu: Gpu) -> None:
+    gpu.fit("check", max_epochs=2, samples=63)
+    assert [each.batch_size for each in stored()] == [63]
 
 
 def test_a_run_that_began_with_a_cache_is_not_stored(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
