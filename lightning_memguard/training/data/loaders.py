@@ -367,7 +367,7 @@ def _resize_all(facts: RunFacts, loaders: object, known: LoaderInfo, batch_size:
     try:
         info = info_of(facts, loaders, "the loader", known.role)
         known.adopt(info)
-        if not batch_size:
+        if not batch_size or batch_size == info.full_size < info.batch_size:  # its one batch is the same at both
             return loaders
         sized = [(source.loader, info.size_of(source, batch_size)) for source in info.sources]
         resized = [resizing.resize(loader, size, info.fixed_because) for loader, size in sized]

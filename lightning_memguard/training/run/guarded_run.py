@@ -118,10 +118,9 @@ class GuardedRun:
         rewrite = partial(rewrite_loaders, self.trainer, profile.facts)
         self._undo.append(rewrite(profile.loader_info, self._batch_size if free else None))
         if validation is not None:
-            # of fewer samples than its batch size, each batch is the same at both
-            sizes = {0: validation.batch_size, validation.full_size: validation.batch_size}
+            own_size = validation.batch_size
             follows = free and not validation.fixed_because
-            size = (lambda: sizes.get(chosen := self.decision.validation_batch_size or 0, chosen)) if follows else None
+            size = (lambda: self.decision.validation_batch_size or own_size) if follows else None
             self._undo.append(rewrite(validation, size))
         if not tunes:
             return
