@@ -12,16 +12,18 @@ from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from types import CodeType, FunctionType, ModuleType
+from types import CodeType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 from torch import Tensor, nn
+
+from lightning_memguard.core.capture.holders import users_classes
 
 _IS_NAMED_SO = re.compile(r"(batch|sample)s?_?size|(num|n)_(samples|batch)|^bs$", re.IGNORECASE).search
 _RUNS_BEFORE = re.compile(
     r"__|.*dataloader$|setup$|prepare_data$|configure_|add_\w*arg|extra_repr$|(on_)?(save|load)_"
 ).match
-_NOT_THE_USERS = ("builtins", "torch", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_memguard")
+_CONFIGURATIONS = (Mapping, Namespace, SimpleNamespace)
 _MOST_DEPTH, _MOST_OBJECTS = 3, 20_000
 
 
@@ -32,7 +34,7 @@ def held_elsewhere(module: nn.Module, batch_size: int) -> str:
     """
     code = {function: _names_in(function.__code__) for kind in _classes(module) for function in _functions(kind)}
     for path, holder, holder_name, name in _numbers(module, code, batch_size):
-        own = set[object]() if isinstance(holder, (Mapping, Namespace)) else {*_functions(*_users(type(holder)))}
+        own = {*_functions(*users_classes(type(holder)))} if not isinstance(holder, _CONFIGURATIONS) else set[object]()
         for function, names in code.items():
             if name in names and (function in own or (holder_name and holder_name in names)):
                 place = f"{Path(function.__code__.co_filename).name}:{function.__code__.co_firstlineno}"
@@ -70,29 +72,22 @@ def _numbers(
 
 def _items(holder: object) -> list[tuple[str, Any]]:
     with suppress(Exception):  # of the user's own mapping
-        return (
-            [(name, value) for name, value in dict(holder).items() if isinstance(name, str)]
-            if isinstance(holder, Mapping)
-            else [*vars(holder).items()]
-        )
+        items = dict(holder) if isinstance(holder, Mapping) else vars(holder)
+        return [(name, value) for name, value in items.items() if isinstance(name, str)]
     return []
 
 
 def _may_hold(value: object) -> bool:
-    """Whether a value is a configuration or an object of the user's that is no module: those are walked themselves."""
+    """Whether a value is a configuration, or an object of the user's other than a module, which is walked anyway."""
     if isinstance(value, (nn.Module, Tensor, type, ModuleType, FunctionType)):
         return False
-    return isinstance(value, (Mapping, Namespace)) or bool(_users(type(value)) and hasattr(value, "__dict__"))
-
-
-def _users(kind: type) -> list[type]:
-    return [each for each in kind.__mro__ if each.__module__.partition(".")[0] not in _NOT_THE_USERS]
+    return isinstance(value, _CONFIGURATIONS) or bool(users_classes(type(value)) and hasattr(value, "__dict__"))
 
 
 def _classes(module: nn.Module) -> set[type]:
     """The user's classes of a module, of its children, and of objects that they hold."""
     held = (value for child in module.modules() for value in vars(child).values() if _may_hold(value))
-    return {each for holder in (*module.modules(), *held) for each in _users(type(holder))}
+    return {each for holder in (*module.modules(), *held) for each in users_classes(type(holder))}
 
 
 def _functions(*kinds: type) -> Iterator[FunctionType]:

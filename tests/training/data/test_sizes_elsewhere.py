@@ -94,11 +94,11 @@ CASES: dict[str, tuple[Callable[[], nn.Module], str]] = {
 }
 
 
-@pytest.mark.parametrize(("build", "said"), CASES.values(), ids=CASES)
-def test_what_holds_the_batch_size_too_is_named(build: Callable[[], nn.Module], said: str) -> None:
+@pytest.mark.parametrize(("build", "expected"), CASES.values(), ids=CASES)
+def test_what_holds_the_batch_size_too_is_named(build: Callable[[], nn.Module], expected: str) -> None:
     reason = held_elsewhere(build(), 64)
-    assert reason.startswith(said)
-    assert bool(reason) is bool(said)
+    assert reason.startswith(expected)
+    assert bool(reason) is bool(expected)
 
 
 def test_a_run_keeps_its_size_and_says_why(trainer: Any, small: Any, dataset: Any) -> None:
