@@ -264,7 +264,7 @@ def test_a_file_imports_only_from_files_above_it():
         target = file_of(name)
         assert target != "__init__.py", f"{file} imports {name} through the front door; import it from its home"
         assert target in place, f"{file} imports {name}, which has no place in the order yet"
-        assert place[target] < place[file], f"{file} imports {name}, which stands below it"
+        assert place[target] < place[file], f"{file} imports {name}, which is below it"
 
 
 def is_ours(name):

@@ -303,7 +303,7 @@ def processors() -> int:
 
 # -- in the child
 
-_beats_to: Connection | None = None  # None in a process that nobody waits for a sign of life of
+_beats_to: Connection | None = None  # None in a process whose parent waits for no sign of life
 _is_trusted = False
 _next_beat = 0.0
 

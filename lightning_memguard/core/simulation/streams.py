@@ -139,7 +139,7 @@ def now() -> int:
 
 
 class Watcher(Protocol):
-    """Object that is told of blocks that another stream uses, and of waits of the host."""
+    """Object that follows which blocks another stream uses, and when the host waits."""
 
     def use(self, tensor: torch.Tensor, user: int) -> None:
         """A stream uses a tensor."""

@@ -804,7 +804,7 @@ def _masked(call: OperatorCall, layout: Layout, at: list[int], given: list[tuple
 
 @_rule("index_put index_add index_copy")
 def _index_put(call: OperatorCall) -> Layout:
-    """What is written lies as what the same index takes."""
+    """The values written must be laid out as what the same index takes."""
     layout = call.of(call.args[0])
     call.mixes_if(not layout.has_samples)
     taken, rank = _indexed(call)
