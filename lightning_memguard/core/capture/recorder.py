@@ -40,6 +40,7 @@ from lightning_memguard.core.simulation import (
     fast_paths,
     mkldnn_lstm,
     one_rank,
+    quantized,
     streams,
 )
 from lightning_memguard.core.simulation.backward import graph_task, in_place, masked, walking
@@ -121,6 +122,7 @@ class Recorder(Storages, TorchDispatchMode):
 
     def label_held_by(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Label what optimizers hold: parameters, which a step may give other memory (``p.data = ...``), and states."""
+        quantized.begin_if_imported()
         for optimizer in optimizers:
             self.label((p for group in optimizer.param_groups for p in group["params"]), "parameters")
         self.label(states_of(optimizers), "optimizer_state")
@@ -206,12 +208,11 @@ class Recorder(Storages, TorchDispatchMode):
 
     def _result(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         try:
-            out = self._custom_result(func, args, kwargs) if fake.is_custom(func) else None
-            if out is None:
-                out = self._fake_result(func, args, kwargs)
-            if out is None:
+            ran = self._custom_result(func, args, kwargs) if fake.is_custom(func) else None
+            out = ran[0] if ran else self._fake_result(func, args, kwargs)
+            if out is None and not ran:
                 out = self.reads.given(func, self.line)
-            if out is None:
+            if out is None and not (ran and not func._schema.returns):
                 out = func(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
             if not self.worst_case:
@@ -252,15 +253,16 @@ class Recorder(Storages, TorchDispatchMode):
         with nullcontext() if view else torch.overrides.enable_reentrant_dispatch(), self:
             yield
 
-    def _custom_result(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    def _custom_result(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[object] | None:
         """Run what an operator implemented in Python runs, to see what it allocates; None for others."""
         if not any(tensor.device.type == self.device_type for tensor in plain_tensors([args, *kwargs.values()])):
             return None
         implementation = fake.python_implementation(func, self.device_type)
         if implementation is not None:
             try:
-                with self._inside_kernel(), fake.without_addresses():
-                    return implementation(*args, **kwargs)
+                with self._inside_kernel(), quantized.addresses_for(func, self.device_type) or fake.without_addresses():
+                    forget_written(func, args, kwargs)
+                    return (implementation(*args, **kwargs),)
             except fake.NoAddressError:
                 pass
             except (DataDependentOutputException, DynamicOutputShapeException, MemGuardError):
@@ -457,6 +459,7 @@ def watching(recorder: Recorder, module: nn.Module) -> Iterator[None]:
             exits.enter_context(nn.modules.module.register_module_forward_hook(leave, always_call=True))
         recorder.label(module.parameters(), "parameters")
         recorder.label(module.buffers(), "buffers")
+        recorder.label(quantized.held_by(module), "parameters")
         on_cpu = recorder.device_type == "cpu"
         if on_cpu:
             recorder.label(unregistered_tensors(module), "buffers")

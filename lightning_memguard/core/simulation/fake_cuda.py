@@ -23,13 +23,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 from lightning_memguard.core.foreign import aten, find, gaps, nothing, patched
 from lightning_memguard.core.gpus import Gpu
 from lightning_memguard.core.isolation.pool import in_child
-from lightning_memguard.core.simulation import cudnn_rnn, sdpa, streams
+from lightning_memguard.core.simulation import cudnn_rnn, quantized, sdpa, streams
 from lightning_memguard.core.simulation.constants import KnownFakeMode
 from lightning_memguard.core.simulation.fake import Function
 from lightning_memguard.errors import CannotTraceError
 
 FAKE_DEVICE = torch.device("cuda", 0)  # the only device under `simulated_cuda`, whichever is trained on
 
+_kernels = torch.library.Library("aten", "IMPL")  # what is registered by it lasts as long as it does
 _CUDA, _META, _LAZY = 1, 14, 17  # c10::DeviceType (torch/headeronly/core/DeviceType.h)
 _REGISTRY = "_ZN3c104impl26device_guard_impl_registryE"
 _REGISTER = "_ZN3c104impl19registerDeviceGuardENS_10DeviceTypeEPKNS0_24DeviceGuardImplInterfaceE"
@@ -82,6 +83,9 @@ def _guard_cuda() -> None:
         torch._C._ensureCUDADeviceGuardSet()
     if registry[_CUDA] in (None, registry[_LAZY]):
         register(_CUDA, registry[_META])  # its device is "meta": `.to("cuda")` then needs an index
+    if not has_own:
+        for name in ("silu_backward", "mish_backward"):  # a build for the CPU alone would take these apart
+            _kernels.impl(name, lambda grad, _: torch.empty_like(grad), "CUDA")
 
 
 @contextmanager
@@ -102,6 +106,7 @@ def simulated_cuda(gpu: Gpu) -> Iterator[None]:
         for name, answer in _torch_cuda_of(gpu).items():
             exits.enter_context(patched(torch.cuda, **{name: answer}))
         exits.enter_context(patched(fake_tensor, init_gpu_context=nothing))
+        exits.enter_context(quantized.cuda_simulated())
         pin: Function = torch.Tensor.pin_memory
 
         def pinned(tensor: Tensor, *args: object, **kwargs: object) -> object:
