@@ -399,6 +399,9 @@ class _ModulePaths(TorchFunctionMode):
             # Maybe inside another; it adds its bias in place, except under a dispatch mode.
             with patched(self.recorder, in_linear=len(self.recorder._bytes)):
                 out = call_with_overrides(func, args, kwargs or {})
+        elif func is Tensor.backward:  # runs without this mode, and `torch.autograd.backward` with it
+            with self:
+                out = _backward(*args, **(kwargs or {}))
         elif func in READS:
             read = functools.partial(call_with_overrides, func, args, kwargs or {})
             out = self.recorder.reads.noting(func, self.recorder.line, read)
@@ -425,6 +428,16 @@ class _ModulePaths(TorchFunctionMode):
         here = metadata.get("memguard")
         if here is not None:
             self.recorder.module, self.recorder.source = here
+
+
+def _backward(
+    tensor: Tensor,
+    gradient: Tensor | None = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Sequence[Tensor] | None = None,
+) -> None:
+    torch.autograd.backward(tensor, gradient, retain_graph, create_graph, inputs=inputs)
 
 
 def _node_of(tensor: Tensor) -> Any:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
 
 from lightning_memguard.core.foreign import aten, find, gaps, nothing, patched
 from lightning_memguard.core.gpus import Gpu
@@ -30,7 +31,7 @@ from lightning_memguard.errors import CannotTraceError
 
 FAKE_DEVICE = torch.device("cuda", 0)  # the only device under `simulated_cuda`, whichever is trained on
 
-_kernels = torch.library.Library("aten", "IMPL")  # what is registered by it lasts as long as it does
+_library = torch.library.Library("aten", "IMPL")  # what is registered by it lasts as long as it does
 _CUDA, _META, _LAZY = 1, 14, 17  # c10::DeviceType (torch/headeronly/core/DeviceType.h)
 _REGISTRY = "_ZN3c104impl26device_guard_impl_registryE"
 _REGISTER = "_ZN3c104impl19registerDeviceGuardENS_10DeviceTypeEPKNS0_24DeviceGuardImplInterfaceE"
@@ -84,8 +85,14 @@ def _guard_cuda() -> None:
     if registry[_CUDA] in (None, registry[_LAZY]):
         register(_CUDA, registry[_META])  # its device is "meta": `.to("cuda")` then needs an index
     if not has_own:
-        for name in ("silu_backward", "mish_backward"):  # a build for the CPU alone would take these apart
-            _kernels.impl(name, lambda grad, _: torch.empty_like(grad), "CUDA")
+        _give_kernels()
+
+
+@functools.cache
+def _give_kernels() -> None:
+    """Register kernels that a build for the CPU alone lacks: it would take these operators apart."""
+    for name in ("silu_backward", "mish_backward"):
+        _library.impl(name, lambda grad, _: torch.empty_like(grad), "CUDA")
 
 
 @contextmanager
@@ -261,12 +268,26 @@ _PATCHED: tuple[tuple[ModuleType, str, Function], ...] = (
     (torch, "rms_norm", _rms_norm),
     *((find("torch._VF"), name, _rnn) for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")),
 )
-_OVERRIDES = {getattr(home, name): override for home, name, override in _PATCHED if hasattr(home, name)}
+# By torch's own function: a user may have put a wrapper in its place.
+_OVERRIDES = {getattr(torch._C._VariableFunctions, name, None): override for _, name, override in _PATCHED}
+_OVERRIDES[torch._C._nn.scaled_dot_product_attention] = _attention
+
+
+class _Overriding(TorchFunctionMode):
+    """Mode in which a user's wrapper around one of these functions calls the kernel that the simulated GPU would use."""
+
+    def __torch_function__(
+        self, func: Function, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> object:
+        return call(func, args, kwargs or {}) if is_overridden(func, args) else func(*args, **(kwargs or {}))
 
 
 def _overriding(func: Function) -> Function:
     def ask(*args: object, **kwargs: object) -> object:
-        return call(func, args, kwargs) if is_overridden(func, args) else func(*args, **kwargs)
+        if is_overridden(func, args):
+            return call(func, args, kwargs)
+        with nullcontext() if func in _OVERRIDES else _Overriding():
+            return func(*args, **kwargs)
 
     return functools.wraps(func)(ask)
 
