@@ -274,7 +274,7 @@ _OVERRIDES[torch._C._nn.scaled_dot_product_attention] = _attention
 
 
 class _Overriding(TorchFunctionMode):
-    """Mode in which a user's wrapper around one of these functions calls the kernel that the simulated GPU would use."""
+    """Mode in which a user's wrapper around one of these functions calls the kernel of the simulated GPU."""
 
     def __torch_function__(
         self, func: Function, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

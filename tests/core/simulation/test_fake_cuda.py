@@ -451,7 +451,11 @@ def test_a_users_wrapper_around_attention_takes_the_gpus_kernel_when_a_checkpoin
 
     plain = events()
     assert any("attention_backward" in event.operator for event in plain)
-    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *args, **kwargs: torchs(*args, **kwargs))
+
+    def wrapper(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return torchs(*args, **kwargs)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", wrapper)
     assert events() == plain
 
 
