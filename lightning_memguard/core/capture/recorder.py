@@ -401,7 +401,8 @@ class _ModulePaths(TorchFunctionMode):
                 out = call_with_overrides(func, args, kwargs or {})
         elif func is Tensor.backward:  # runs without this mode, and `torch.autograd.backward` with it
             with self:
-                out = _backward(*args, **(kwargs or {}))
+                _backward(*args, **(kwargs or {}))
+            return None
         elif func in READS:
             read = functools.partial(call_with_overrides, func, args, kwargs or {})
             out = self.recorder.reads.noting(func, self.recorder.line, read)
