@@ -39,7 +39,12 @@ def part_words(part: str) -> str:
     return _PARTS.get(part, part.replace("_", " "))
 
 
-_PARTS = {"prefetched": "prefetched batches", "pinned": "pinned batches", "workers": "worker processes"}
+_PARTS = {
+    "prefetched": "prefetched batches",
+    "pinned": "pinned batches",
+    "workers": "worker processes",
+    "offloaded": "activations",
+}
 
 
 def at_size(footprint: Footprint) -> str:

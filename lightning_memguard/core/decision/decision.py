@@ -85,7 +85,7 @@ class HostUse:
 
     Attributes:
         parts: bytes by part: ``prefetched`` batches in shared memory, ``pinned`` copies of batches, ``workers`` (their
-            processes), and the buffer of a ``checkpoint``.
+            processes), the buffer of a ``checkpoint``, and activations that are ``offloaded``.
         most_bytes: of all parts together, at most.
         budget: what the host offers; None on the CPU.
         shared_bytes: what lies in /dev/shm at once.

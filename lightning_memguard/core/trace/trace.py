@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 
 from lightning_memguard.core.trace.kept import Kept
 from lightning_memguard.core.trace.scratch import ByteRange, Moment, Scratch
-from lightning_memguard.core.trace.work import Work
+from lightning_memguard.core.trace.work import TRANSFER, Work
 
 Action = Literal["alloc", "free"]
 
@@ -164,6 +164,11 @@ class Trace:
         held = [Event("alloc", block, size, part, "setup") for block, (part, size) in enumerate(blocks, first)]
         events = (*self.events[:place], *held, *self.events[place:])
         return replace(self, events=events, kernels=(), scratch_spans=())
+
+    @property
+    def moved_bytes(self) -> int:
+        """Activations of a batch that wait on the host for their backward pass, in bytes."""
+        return int(sum(each.nbytes * each.calls for each in self.work if each.kind == TRANSFER))
 
     def __len__(self) -> int:
         return len(self.events)

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+import torch
 from torch.optim import LBFGS
 
 from lightning_memguard.core.decision.decision import Decision
@@ -21,7 +22,7 @@ from lightning_memguard.core.replay.snapshot import save_snapshot
 from lightning_memguard.core.trace.kept import MOST_EPOCHS
 from lightning_memguard.errors import MemGuardError
 from lightning_memguard.report.decision_table import evaluation_text, last_line, setup_text, warning_of, why
-from lightning_memguard.report.failure import announcement, kept_words, note, overrun_words
+from lightning_memguard.report.failure import Failure, announcement, kept_words, note, overrun_words
 from lightning_memguard.report.loggers import Boards
 from lightning_memguard.report.page import PAGE_NAME, Page, write_report
 from lightning_memguard.report.page_data import Report
@@ -38,6 +39,7 @@ from lightning_memguard.training.run.batch_monitor import BatchWatch, failure, s
 from lightning_memguard.training.run.growth_watch import GrowthWatch
 from lightning_memguard.training.run.guard_settings import GuardSettings
 from lightning_memguard.training.run.measuring import Measuring
+from lightning_memguard.training.run.offloading import Offloading
 from lightning_memguard.training.run.profile import RunProfile
 from lightning_memguard.training.run.resume import resume, saved_in
 from lightning_memguard.training.run.run_report import folder_of, report_of
@@ -84,6 +86,7 @@ class GuardedRun:
         self._boards: Boards | None = None
         self._recorder = SnapshotRecorder(self.trainer, snapshot) if snapshot else None
         self._trim: Trimmer | None = None
+        self._offloading: Offloading | None = None
         if self.decision.host:
             self.measuring.watch_children()
         self._growth: GrowthWatch | None = None
@@ -237,8 +240,15 @@ class GuardedRun:
         if profile is not None:
             self._show(profile)
             self._watch_batches(profile)
+            self._offloading = attempt(lambda: self._start_offloading(profile)).value
         if self.trains and recorder is not None and self.trainer.is_global_zero:
             self._try_writing("snapshot", lambda: self.save_snapshot(recorder.path))
+
+    def _start_offloading(self, profile: RunProfile) -> Offloading | None:
+        settings, things = self.settings, (self.trainer, self.module, profile, self.measuring)
+        if not self.trains or settings.mode != "tune" or settings.offload == "never":
+            return None
+        return Offloading(*things, self._warn_on_any_rank, settings.offload)
 
     def start_measuring(self) -> None:
         """Start measuring; what the model and its optimizers hold by now is the training's."""
@@ -312,8 +322,15 @@ class GuardedRun:
         except Exception:  # noqa: BLE001 - a batch that cannot be examined is trained on all the same
             self._watches[role] = None
             return
-        if larger is not None:
-            self._warn(announcement(larger, role, batch_idx))
+        offloading = self._offloading if role == "train" else None
+        if offloading is None:
+            if larger is not None:
+                self._warn(announcement(larger, role, batch_idx))
+            return
+        if reason := attempt(partial(offloading.before, watch, batch, batch_idx, larger)).reason:
+            self._offloading = None
+            offloading.close()
+            self._warn_on_any_rank(f"MemGuard will not put activations on the host: {reason}")
 
     # -- at each epoch
 
@@ -324,6 +341,8 @@ class GuardedRun:
             self._growth = None
         if not self.records:
             self.measuring.restart()
+        if self._offloading is not None:
+            self._offloading.steps = 0
         forget_logged(self.trainer)
 
     def _note_growth(self) -> None:
@@ -388,13 +407,15 @@ class GuardedRun:
         measured = replace(measured, step_seconds=self.measuring.step_seconds)
         epoch, size = self.trainer.current_epoch, decision.batch_size
         offers = budget.free_bytes, budget.margin_bytes
+        own = self._offloading.steps if self._offloading else 0
+        moved = max(self.tuning.ranks.gather(own)) if self.trains else 0
         on_host = sum(decision.host.parts.values()) if decision.host else 0
         seen = [
             each.measured.peak_bytes for each in self.records if each.has_error and each.measured.peak_reserved_bytes
         ]
         again = range_after(max(seen)) if seen else None
         loaders = decision.loader_batch_sizes
-        return EpochRecord(epoch, size, decision.footprint, measured, *offers, 0, loaders, on_host, again)
+        return EpochRecord(epoch, size, decision.footprint, measured, *offers, moved, loaders, on_host, again)
 
     def summarize(self) -> None:
         """Print how close the prediction came; what the last epoch has left to be saved counts too."""
@@ -479,7 +500,32 @@ class GuardedRun:
         watch = watch or BatchWatch(profile, profile.prediction, self.decision.batch_size)
         elsewhere = attempt(lambda: held_elsewhere(trainer, self.module, error)).value or {}
         found = {"elsewhere": elsewhere, "between_steps": self.measuring.between_steps}
-        return note(failure(watch, footprint, attempt(self.measuring.peak_by_part).value, **found))
+        failed = failure(watch, footprint, attempt(self.measuring.peak_by_part).value, **found)
+        lines = [note(failed)]
+        if role == "train" and self.trains:
+            attempt(lambda: self._remember_failure(failed, profile))
+            if self._offloading is not None and self._offloading.why_not:
+                lines.append(f"Its activations could not go to the host: {self._offloading.why_not}.")
+        lines += filter(None, [attempt(self._save_failed_step).value])
+        return "\n".join(lines)
+
+    def _remember_failure(self, failed: Failure, profile: RunProfile) -> None:
+        """Store that the usual batch did not fit; a larger one tells nothing of the step that is predicted."""
+        there_was = min(each.free_bytes for each in (failed.budget, failed.budget_now) if each)
+        if failed.larger is None:
+            names = str(self.trainer.precision), type(self.module).__name__
+            self.tuning.earlier.remember_failure(there_was, self.decision, profile, *names)
+
+    def _save_failed_step(self) -> str:
+        """Write the predicted step, and on CUDA what the allocator holds; say where."""
+        if self._folder is None or self.tuning.ranks.rank:
+            return ""
+        path = self.save_snapshot(self._folder / "memguard_out_of_memory.pickle")
+        text = f"Memory snapshot of the predicted step: {path}"
+        if self.device.type == "cuda":
+            torch.cuda.memory._dump_snapshot(str(actual_path(path)))
+            text += f"; of the device: {actual_path(path)}. `memguard compare` and pytorch.org/memory_viz read them"
+        return f"{text}."
 
     def close(self) -> None:
         """Stop measuring and recording, and leave the Trainer and the user's objects as they were."""
@@ -488,11 +534,13 @@ class GuardedRun:
         self._watches.clear()
         self._report = self._boards = self._growth = None
         attempt(self._end_recording)
+        if self._offloading is not None:
+            attempt(self._offloading.close)
         self.measuring.close()
         profile = self.tuning.profile
         if profile is not None:
             self.tuning = replace(self.tuning, profile=profile.detached())
-        del self.trainer, self.module, self.measuring  # a guard that is kept does not keep its run
+        del self.trainer, self.module, self.measuring, self._offloading  # a guard that is kept does not keep its run
 
 
 def actual_path(path: Path) -> Path:

@@ -37,6 +37,7 @@ from lightning_memguard.training.data.workers import Workers, host_budgets, rank
 from lightning_memguard.training.facts.ranks import Attempt, attempt
 from lightning_memguard.training.facts.run_facts import RunFacts
 from lightning_memguard.training.run.guard_settings import GuardSettings
+from lightning_memguard.training.offload.predicted import offloaded
 from lightning_memguard.training.strategies.sharded import Layout
 from lightning_memguard.units import format_bytes
 
@@ -287,7 +288,8 @@ class RunProfile:
         _, likely, most = self._workers_bytes(batch_size)
         pinned = self.workers.pinned_bytes(batch_size, self._validation_size) if self.workers else 0
         saved, of_states = sum(self.checkpoint), self.checkpoint[1]
-        parts = {"prefetched": shared, "pinned": pinned, "workers": likely, "checkpoint": saved}
+        moved = self.prediction.trace_at(batch_size).moved_bytes if self.run.program.around else 0
+        parts = {"prefetched": shared, "pinned": pinned, "workers": likely, "checkpoint": saved, "offloaded": moved}
         present = {part: nbytes for part, nbytes in parts.items() if nbytes}
         if not present:
             return None
@@ -379,6 +381,8 @@ def read_run(trainer: Trainer, module: LightningModule, settings: GuardSettings,
         layout=Layout.of(facts.strategy),
         loaders_at=partial(loaders_at, facts, loader_info),
     )
+    if is_fit and settings.mode == "tune" and settings.offload == "always":
+        program = offloaded(program)
     validation_info, evaluation = Attempt[LoaderInfo](), Attempt[Evaluation]()
     if is_fit and facts.validates:
         validation_info = attempt(lambda: find(facts, "val"))

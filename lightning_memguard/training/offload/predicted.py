@@ -1,0 +1,55 @@
+"""A step -> its memory with its saved activations on the host."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import override
+
+from lightning_memguard.core.capture.capture import trusted_child
+from lightning_memguard.core.capture.predict import Prediction, predict
+from lightning_memguard.report.failure import Offloaded
+from lightning_memguard.training.offload.engine import Offload
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from lightning_memguard.core.capture.program import Program
+    from lightning_memguard.core.capture.recorder import Recorder
+
+
+class _Recorded(Offload):
+    """Notes what it moves, for the time that takes."""
+
+    def __init__(self, module: nn.Module, recorder: Recorder) -> None:
+        super().__init__(module)
+        self._recorder = recorder
+
+    @override
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._recorder.note_moved(self.moved_bytes)
+
+
+def offloaded(program: Program) -> Program:
+    """Return a program whose training steps keep all their saved activations on the host."""
+
+    return program.with_around(_Recorded)
+
+
+def predict_offloaded(known: Prediction, batch_size: int) -> Offloaded:
+    """Predict a step with its activations on the host, in a child: its trace is not held here.
+
+    Raises:
+        CannotTraceError: it cannot be captured.
+    """
+
+    def find(_: int) -> Offloaded:
+        program, context = offloaded(known.program), known.context_bytes
+        found = predict(program, batch_size, known.settings, context_bytes=context, scalable=False)
+        found = replace(found, held=known.held)
+        return Offloaded(found.footprint_at(batch_size), found.trace_at(batch_size).moved_bytes)
+
+    with trusted_child(find) as child:
+        return child.ask(0)
