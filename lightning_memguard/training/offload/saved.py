@@ -183,7 +183,9 @@ class _Origin:
     __slots__ = ("name", "number", "original", "place")
 
     def __init__(self, tensor: Tensor, node: Any) -> None:
-        self.original, self.name = weakref.ref(tensor), node.name()
+        self.original = weakref.ref(tensor)
+        # A view whose base was written to gets another node, if anyone asks.
+        self.name = node.name() if tensor._base is None or tensor.is_conj() else "AsStridedBackward0"
         self.number, self.place = node._sequence_nr(), tensor.output_nr
 
     def source(self) -> tuple[str, int]:
