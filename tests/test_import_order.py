@@ -119,6 +119,7 @@ ROOMS = {
         "run_facts",
         "ranks",
     ],
+    "training/offload": ["__init__", "space", "tiers", "saved", "hooks", "engine", "policy", "predicted"],
     "training/strategies": [
         "__init__",
         "no_collectives",
@@ -163,6 +164,7 @@ ROOMS = {
         "batch_monitor",
         "aftermath",
         "measuring",
+        "offloading",
         "run_report",
         "guarded_run",
         "callback",

@@ -48,7 +48,7 @@ class Demand:
         return not self.fits(room) and self.scaled(self.likely_bytes) > room.usable_bytes
 
 
-def kept_bytes(demand: Demand, room: Room, rest: int | None) -> int | None:
+def kept_bytes(demand: Demand, room: Room, rest: tuple[int, int] | None) -> int | None:
     """How many bytes of saved activations may stay on the device; None for all of them.
 
     If only the upper bound does not fit, what stays is as much as the likely step saves, and nothing moves unless the
@@ -57,11 +57,13 @@ def kept_bytes(demand: Demand, room: Room, rest: int | None) -> int | None:
     Args:
         demand: of the batch at hand.
         room: on its device.
-        rest: bytes that the predicted step takes with all its activations on the host; None if that is not known.
+        rest: bytes that the predicted step takes with all its activations on the host, likely and at most; None if
+            they are not known.
     """
     if demand.fits(room):
         return None
     if rest is None:
         return 0
-    offered = room.usable_bytes if demand.must_move(room) else room.free_bytes
-    return max(0, offered - demand.scaled(rest))
+    if demand.must_move(room):
+        return max(0, room.usable_bytes - demand.scaled(rest[1]))
+    return max(0, room.free_bytes - demand.scaled(rest[0]))

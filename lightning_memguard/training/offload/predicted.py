@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
@@ -27,14 +27,13 @@ class _Recorded(Offload):
         self._recorder = recorder
 
     @override
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
         self._recorder.note_moved(self.moved_bytes)
 
 
 def offloaded(program: Program) -> Program:
     """Return a program whose training steps keep all their saved activations on the host."""
-
     return program.with_around(_Recorded)
 
 

@@ -9,13 +9,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-import torch
 from torch.optim import LBFGS
 
 from lightning_memguard.core.decision.decision import Decision
 from lightning_memguard.core.decision.record import EpochRecord, Measured
 from lightning_memguard.core.device.malloc import KEPT_FREED_RATIO, Trimmer, return_freed_memory
-from lightning_memguard.core.device.meter import ActualSnapshot
+from lightning_memguard.core.device.meter import ActualSnapshot, save_snapshot_now
 from lightning_memguard.core.device.out_of_memory import ran_out_of_memory
 from lightning_memguard.core.replay.learned import range_after
 from lightning_memguard.core.replay.snapshot import save_snapshot
@@ -523,8 +522,8 @@ class GuardedRun:
         path = self.save_snapshot(self._folder / "memguard_out_of_memory.pickle")
         text = f"Memory snapshot of the predicted step: {path}"
         if self.device.type == "cuda":
-            torch.cuda.memory._dump_snapshot(str(actual_path(path)))
-            text += f"; of the device: {actual_path(path)}. `memguard compare` and pytorch.org/memory_viz read them"
+            actual = save_snapshot_now(actual_path(path))
+            text += f"; of the device: {actual}. `memguard compare` and pytorch.org/memory_viz read them"
         return f"{text}."
 
     def close(self) -> None:

@@ -18,10 +18,12 @@ from lightning_memguard.training.offload.predicted import predict_offloaded
 from lightning_memguard.training.run.batch_monitor import BatchWatch, Kind
 from lightning_memguard.training.run.measuring import Measuring
 from lightning_memguard.training.run.profile import RunProfile
+from lightning_memguard.units import MIB
 
 Wanted = Literal["if_needed", "always", "never"]
 _POLL_SECONDS = 1.0
 _MOST_PLANS = 1024
+_NOISE_BYTES = 16 * MIB  # of resident memory, that no tensor takes
 _STATES = ("parameters", "buffers", "callbacks")  # alive between two steps
 _LATER = ("optimizer_state", "gradients", "communication")  # from the second step on
 _OF_KERNELS = ("workspaces",)
@@ -58,7 +60,9 @@ class Offloading:
 
     def __post_init__(self) -> None:
         self._strategy: Any = self.trainer.strategy
-        self._offload: Offload | None = None
+        host = self.profile.host_at(self.profile.request.batch_size)
+        left = host.budget.usable_bytes - host.most_bytes if host and host.budget else None
+        self._offload = Offload(self.module, host_bytes=left and max(0, left))
         self._own: Any = None  # what stood in the place of the strategy's method, while ours does
         self._is_on = self._has_moved = self._whole_ran = self._usual_fits = False
         self._due, self._retries, self._pieces_bytes, self._measured_bytes = 0.0, 0, 0, 0
@@ -73,7 +77,7 @@ class Offloading:
     @property
     def why_not(self) -> str:
         """Why activations cannot go to the host; empty if they can, or none were to."""
-        return self._offload.refused if self._offload else ""
+        return self._offload.refused or self._offload.trouble
 
     # -- before each step
 
@@ -100,9 +104,11 @@ class Offloading:
         if not demand.fits(self._room) and watch.exceeds and demand.times > 1 and not larger:
             larger = watch.predict(batch)  # it may be less than it seems from a known one
             kind, demand = self._demand(watch, batch)
-        rest = None if demand.fits(self._room) else self._rest(kind)
-        kept = kept_bytes(demand, self._room, rest.footprint.most_device_bytes if rest else None)
-        must_move = demand.must_move(self._room)
+        stays = demand.fits(self._room) or bool(self._offload.refused)
+        rest = None if stays else self._rest(kind)
+        taken = (rest.footprint.peak_device_bytes, rest.footprint.most_device_bytes) if rest else None
+        kept = None if stays else kept_bytes(demand, self._room, taken)
+        must_move = not stays and demand.must_move(self._room)
         if larger:
             self.announce(announcement(larger, "train", batch_idx, rest if must_move else None))
         elif must_move:
@@ -119,9 +125,10 @@ class Offloading:
         parts = [*_STATES, *_LATER, *_OF_KERNELS]
         fixed = footprint.outside_bytes + sum(footprint.parts.get(part, 0) for part in parts)
         likely, most = footprint.peak_device_bytes, footprint.most_device_bytes
+        sure = measured - (_NOISE_BYTES if self._strategy.root_device.type == "cpu" else 0)  # of tensors
         if measured and kind is usual:
-            return Demand(likely, measured, fixed, times, measured=True)
-        more = max(1.0, measured / max(1, usual.footprint.peak_device_bytes))
+            return Demand(likely, measured if sure > most else min(most, measured), fixed, times, measured=True)
+        more = max(1.0, sure / max(1, usual.footprint.peak_device_bytes))
         return Demand(int(likely * more), int(max(most, likely * more)), fixed, times)
 
     def _rest(self, kind: Kind) -> Offloaded | None:
@@ -170,10 +177,6 @@ class Offloading:
         if kept is None:
             self._take_away()
             return
-        if self._offload is None:
-            host = self.profile.host_at(self.profile.request.batch_size)
-            left = host.budget.usable_bytes - host.most_bytes if host and host.budget else None
-            self._offload = Offload(self.module, host_bytes=left and max(0, left))
         self._offload.keep_bytes = kept
         if not self._is_on:
             self._is_on, self._own = True, vars(self._strategy).get("training_step")
@@ -189,15 +192,13 @@ class Offloading:
                 self._strategy.training_step = self._own
 
     def _run(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        offload = self._offload
-        assert offload is not None
-        with offload:
+        with self._offload:
             result = step(*args, **kwargs)
-        if offload.moved_bytes:
+        if self._offload.moved_bytes:
             self.steps += 1
             self._has_moved = True
             if self.wanted != "always" and not self._plan.must_move:
-                self._say("surprise", surprise_words(offload.moved_bytes))
+                self._say("surprise", surprise_words(self._offload.moved_bytes))
         return result
 
     def _say(self, kind: str, text: str) -> None:
@@ -208,5 +209,4 @@ class Offloading:
     def close(self) -> None:
         """Leave the strategy as it was."""
         self._take_away()
-        if self._offload is not None:
-            self._offload.close()
+        self._offload.close()

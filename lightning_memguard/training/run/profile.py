@@ -36,8 +36,8 @@ from lightning_memguard.training.data.sizes_elsewhere import held_elsewhere
 from lightning_memguard.training.data.workers import Workers, host_budgets, ranks_of_host, workers_of
 from lightning_memguard.training.facts.ranks import Attempt, attempt
 from lightning_memguard.training.facts.run_facts import RunFacts
-from lightning_memguard.training.run.guard_settings import GuardSettings
 from lightning_memguard.training.offload.predicted import offloaded
+from lightning_memguard.training.run.guard_settings import GuardSettings
 from lightning_memguard.training.strategies.sharded import Layout
 from lightning_memguard.units import format_bytes
 

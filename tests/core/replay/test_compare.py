@@ -79,7 +79,9 @@ def test_a_device_without_a_history_is_compared_by_what_it_holds(tmp_path: Path)
     path = tmp_path / "actual.pickle"
     path.write_bytes(pickle.dumps(alone, protocol=4))
     ours_path = tmp_path / "ours.pickle"
-    ours_path.write_bytes(pickle.dumps(snapshot(Trace(8, "cuda", "fake", tuple(taken)), AllocatorSettings()), protocol=4))
+    ours_path.write_bytes(
+        pickle.dumps(snapshot(Trace(8, "cuda", "fake", tuple(taken)), AllocatorSettings()), protocol=4)
+    )
     assert "allocations are alike" in comparison_text(compare_files(ours_path, path))
 
 
