@@ -28,7 +28,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,10 @@ from torch.utils.checkpoint import checkpoint
 from lightning_memguard import estimate, offload_activations
 from lightning_memguard.training.offload.engine import Offload
 from lightning_memguard.training.offload.tiers import File, Host
+from shared.predicted import predict_here
+from shared.process import forked
+from shared.truth import measure_here
+from shared.zoo import CASES, Case, case_named
 
 MIB = 1 << 20
 
@@ -317,6 +321,67 @@ def fuzz(count: int, first: int, show: int | None) -> int:
     return 1 if wrong else 0
 
 
+# -- predicted peaks
+
+
+BF16 = {"precision": "bf16-mixed"}
+
+
+def cases() -> list[Case]:
+    """The zoo, and two of it in half precision."""
+    halves = [replace(case_named(name), name=f"{name}, bf16", trainer_kwargs=BF16) for name in ("gpt", "resnet")]
+    return [*CASES, *halves]
+
+
+def offloaded(case: Case, keep_bytes: int, most: list[int] | None = None) -> Case:
+    """The case with its training step offloaded; ``most`` is told how much stayed on the device."""
+
+    def build(optimizer: str) -> Any:
+        module = case.build(optimizer)
+        kind = type(module)
+
+        def training_step(self: Any, batch: Any, batch_idx: int) -> Any:
+            with offload_activations(self, keep_bytes) as offload:
+                loss = kind.training_step(self, batch, batch_idx)
+            if offload.refused or offload.trouble or offload.kept_bytes > keep_bytes:
+                raise RuntimeError(f"{offload.kept_bytes} B stayed. {offload.refused}{offload.trouble}")
+            if most is not None:
+                most.append(offload.kept_bytes)
+            return loss
+
+        module.__class__ = type(kind.__name__, (kind,), {"training_step": training_step, "__module__": kind.__module__})
+        return module
+
+    return replace(case, build=build)
+
+
+def peaks(names: Sequence[str]) -> int:
+    errors = []
+    print(f"{'case':<24} {'keep_bytes':>12} {'predicted B':>14} {'measured B':>14} {'off by':>8}   not offloaded B")
+    for case in cases():
+        if names and case.name not in names:
+            continue
+        optimizer, size, most = case.optimizers[-1], case.batch_sizes[-1], list[int]()
+        plain = forked(lambda: asdict(predict_here(case, optimizer, size)), 1)["peak_bytes"]
+        saved = forked(lambda: {"most": measured_with(case, optimizer, size, most)}, 1)["most"]
+        for keep_bytes in (0, saved // 3, saved * 2 // 3):
+            other = offloaded(case, keep_bytes)
+            ours = forked(lambda: asdict(predict_here(other, optimizer, size)), 1)
+            truth = forked(lambda: asdict(measure_here(other, optimizer, size)), 1)
+            off = ours["peak_bytes"] - truth["peak_bytes"]
+            errors.append(off)
+            row = f"{case.name:<24} {keep_bytes:>12,} {ours['peak_bytes']:>14,} {truth['peak_bytes']:>14,} {off:>+8,}"
+            print(f"{row}   {plain:,} {ours['phase']} {truth['phase']}" + ("" if not off else f" {truth['operator']}"), flush=True)
+    print(f"{sum(not each for each in errors)} of {len(errors)} to the byte")
+    return 0 if not any(errors) else 1
+
+
+def measured_with(case: Case, optimizer: str, size: int, most: list[int]) -> int:
+    """The most that one of its steps saves."""
+    measure_here(offloaded(case, 1 << 60, most), optimizer, size)
+    return max(most)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -324,9 +389,13 @@ def main() -> int:
     random_ones.add_argument("--count", type=int, default=1000)
     random_ones.add_argument("--first", type=int, default=0)
     random_ones.add_argument("--show", type=int)
+    predicted = commands.add_parser("peaks")
+    predicted.add_argument("--only", nargs="*", default=[])
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
+    if arguments.command == "peaks":
+        return peaks(arguments.only)
     return fuzz(arguments.count, arguments.first, arguments.show)
 
 
