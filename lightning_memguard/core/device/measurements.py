@@ -122,7 +122,9 @@ class Measurement:
         if not ({*map(type, seconds)} <= {int, float} and all(0 <= each < math.inf for each in seconds)):
             return None
         typed = (
-            type(found.ran_out) is bool and {*map(type, texts)} == {str} and {*map(type, (*sizes, *others))} == {int}
+            {*map(type, texts)} == {str}
+            and {type(found.ran_out)} == {bool}
+            and {*map(type, (*sizes, *others))} == {int}
         )
         return found if typed and min(sizes) > 0 and min(others) >= 0 and max(*sizes, *others) < 1 << 63 else None
 

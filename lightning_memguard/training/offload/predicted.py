@@ -13,10 +13,15 @@ from lightning_memguard.report.failure import Offloaded
 from lightning_memguard.training.offload.engine import Offload
 
 if TYPE_CHECKING:
+    from types import TracebackType
+
     from torch import nn
 
     from lightning_memguard.core.capture.program import Program
     from lightning_memguard.core.capture.recorder import Recorder
+
+
+P = TypeVar("P", bound="Program")
 
 
 class _Recorded(Offload):
@@ -27,12 +32,14 @@ class _Recorded(Offload):
         self._recorder = recorder
 
     @override
-    def __exit__(self, *error: object) -> None:
-        super().__exit__(*error)
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, error, trace)
         self._recorder.note_moved(self.moved_bytes)
 
 
-def offloaded(program: Program) -> Program:
+def offloaded(program: P) -> P:
     """Return a program whose training steps keep all their saved activations on the host."""
     return program.with_around(_Recorded)
 

@@ -300,8 +300,8 @@ def _remedies(subject: Subject, place: _Place) -> Iterator[tuple[Remedy, ...]]:
     program = program_of(subject, place.target)
     several = subject.devices * subject.nodes > 1 and subject.runs_in_lightning
     ways: Sequence[Any] = [*_shardings(subject, place)] if several else [None]
-    blocks = [None, *checkpointing(program.inspect(Structure.of))][:2] if not several else [None]
-    blocks.append(offloading(program))
+    inside = [*checkpointing(program.inspect(Structure.of))][:1] if not several else []
+    blocks = [None, *inside, offloading(program)]
     for combined in itertools.product(ways, [None, *precisions(program)], blocks):
         yield tuple(filter(None, combined))
 
