@@ -36,15 +36,23 @@ from lightning_memguard.errors import MemGuardError
 from shared.predicted import program_of
 from shared.process import forked
 from shared.truth import QUIET, quieten
-from shared.zoo import CASES, Case, Repeating
+from shared.zoo import CASES, Case
 
 GPU = gpus.find("NVIDIA H200")
 CONTEXT = {"cpu": (0, 0, 10 << 20), "cuda": (300 << 20, 400 << 20, 600 << 20)}
+ROOT = str(Path(__file__).parents[1])
 Hashes = dict[str, str]
 
 
 def hashed(value: object) -> str:
-    return hashlib.sha256(repr(value).encode()).hexdigest()[:20]
+    return hashlib.sha256(repr(value).replace(ROOT, "").encode()).hexdigest()[:20]
+
+
+def attempted(name: str, answer: Callable[[], Hashes]) -> Hashes:
+    try:
+        return answer()
+    except MemGuardError as error:
+        return {f"{name} error": str(error).replace(ROOT, "")}
 
 
 def of_footprint(name: str, found: Footprint) -> Hashes:
@@ -63,15 +71,10 @@ def of_program(program: Any, asked: int, sizes: tuple[int, ...], scalable: bool 
     prediction = predict(program, asked, settings, context_bytes=CONTEXT[device], scalable=scalable)
     found: Hashes = {}
     for size in sizes:
-        try:
-            found |= {f"at {size} events": hashed(prediction.trace_at(size).events)}
-            found |= of_footprint(f"at {size}", prediction.footprint_at(size))
-        except MemGuardError as error:
-            found[f"at {size} error"] = str(error)
-    try:
-        found |= of_footprint("proven", prediction.proven_at(sizes[3]).footprint_at(sizes[3]))
-    except MemGuardError as error:
-        found["proven error"] = str(error)
+        at = f"at {size}"
+        found |= attempted(at, lambda: {f"{at} events": hashed(prediction.trace_at(size).events)})  # noqa: B023
+        found |= attempted(at, lambda: of_footprint(at, prediction.footprint_at(size)))  # noqa: B023
+    found |= attempted("proven", lambda: of_footprint("proven", prediction.proven_at(sizes[3]).footprint_at(sizes[3])))
     return found
 
 
