@@ -341,14 +341,13 @@ def last_line(records: Sequence[EpochRecord]) -> str:
     footprint, measured = worst.predicted, worst.measured
     size = format_bytes(footprint.peak_device_bytes)
     predicted = f"{size} without activations" if footprint.is_partial else f"a peak of {size}"
-    rescued = sum(record.rescued for record in records)
-    failed = sum(record.out_of_memory for record in records)
-    split = f", {counted(failed, 'step')} ran out of memory, {rescued} done in parts" if rescued or failed else ""
+    offloaded = sum(record.offloaded for record in records)
+    more = f", {counted(offloaded, 'step')} with activations on the host" if offloaded else ""
     size = f"batch size {batch_sizes(worst, worst.batch_size)}"
     emptied = sum(record.measured.alloc_retries or 0 for record in records)
     if emptied:
-        split += f", the allocator's cache emptied {counted(emptied, 'time')} to make room: a smaller batch is faster"
-    run = f"{f'largest batch {footprint.batch}' if footprint.batch else size}, {counted(len(records), 'epoch')}{split}."
+        more += f", the allocator's cache emptied {counted(emptied, 'time')} to make room: a smaller batch is faster"
+    run = f"{f'largest batch {footprint.batch}' if footprint.batch else size}, {counted(len(records), 'epoch')}{more}."
     if not measured.peak_bytes:
         return f"MemGuard: predicted {predicted}; no measurement ({measured.source}); {run}"
     too_small = "" if worst.has_error else ", too little to compare"

@@ -39,14 +39,13 @@ class Larger:
         return verdict(self.footprint, self.budget)
 
 
-def announcement(larger: Larger, role: str, batch_idx: int, at_once: int = 0) -> str:
+def announcement(larger: Larger, role: str, batch_idx: int) -> str:
     """Announce how much memory a batch that is larger than predicted needs, and whether it fits.
 
     Args:
         larger: the batch.
         role: of its loader.
         batch_idx: its place in the epoch.
-        at_once: how many of its samples will run at once; 0 for all.
     """
     need, budget = larger.footprint.most_device_bytes, larger.budget
     least = "at least " if larger.footprint.is_partial else ""
@@ -56,44 +55,11 @@ def announcement(larger: Larger, role: str, batch_idx: int, at_once: int = 0) ->
         "unknown": "Whether it fits is unknown, as its activations are",
         "does not fit": f"It may run out of memory: lower {size_of(larger.footprint)} or truncate long samples",
     }[larger.verdict]
-    if at_once:
-        fits = f"It runs {counted(at_once, 'sample')} at a time, and so will others that are as large"
     return (
         f"{kind} batch {batch_idx} has {_listed(larger.shapes)}, larger than the {_listed(larger.predicted_shapes)} "
         f"of the prediction. It is predicted to need {least}{format_bytes(need)}; {budget.device} offers "
         f"{format_bytes(budget.usable_bytes)} after the margin. {fits}."
     )
-
-
-def rescue_words(
-    samples: int, at_once: int, changes: Sequence[str], *, evaluates: bool = False, failed: bool = True
-) -> str:
-    """Announce that a step was done in parts, and the differences that makes.
-
-    Args:
-        samples: of the batch.
-        at_once: of the largest part.
-        changes: how it differs from the step, in plain words; empty if it does not.
-        evaluates: whether it was a step of validation or test.
-        failed: whether it ran out of memory first; if not, it was known to be too large.
-    """
-    kind, count = "training", "Later steps are rescued in silence; `memguard/rescued_steps` counts them."
-    how = "with the gradients of the whole batch; the optimizer steps once"
-    if evaluates:
-        kind, count = "validation or test", "Later ones are in silence."
-        how = "and what they log and return is that of the whole batch"
-    if changes:
-        how = f'which is not the same step ({"; ".join(changes)}): on_oom="split" asks for it'
-    why, again = ("ran out of memory", " again") if failed else ("is known to be too large", "")
-    return (
-        f"A {kind} batch of {counted(samples, 'sample')} {why}. It was run{again} in parts of at most "
-        f"{counted(at_once, 'sample')}, {how}. {count}"
-    )
-
-
-def refusal_words(reason: str) -> str:
-    """Say why a step that ran out of memory was not done in parts; empty if there is no reason to report."""
-    return f"The step was not done again in parts of its batch: {reason}." if reason else ""
 
 
 def overrun_words(

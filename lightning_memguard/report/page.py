@@ -222,7 +222,7 @@ def _epochs(records: Sequence[EpochRecord]) -> str:
 
 
 _COUNTS: dict[str, Callable[[EpochRecord], int]] = {  # shown if not all are zero
-    "Rescued steps": lambda record: record.rescued,
+    "Offloaded steps": lambda record: record.offloaded,
     "Cache emptied": lambda record: record.measured.alloc_retries or 0,
 }
 

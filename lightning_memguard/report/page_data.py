@@ -115,8 +115,7 @@ def _record_data(record: EpochRecord) -> dict[str, Any]:
     measured = record.measured
     return {
         **picked(record, "epoch", "batch_size", "loader_batch_sizes"),
-        "rescued_steps": record.rescued,
-        "out_of_memory": record.out_of_memory,
+        "offloaded_steps": record.offloaded,
         "predicted_peak_device_bytes": record.predicted.peak_device_bytes,
         "predicted_parts_bytes": dict(record.predicted.parts),
         "expected_peak_bytes": record.expected_bytes,

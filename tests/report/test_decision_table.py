@@ -280,11 +280,10 @@ def test_what_was_predicted_without_activations_has_no_error():
     )
 
 
-def test_steps_that_ran_out_of_memory_are_counted_apart_from_those_done_in_parts():
-    """One failed, and seven more of its size went in parts from the start."""
-    record = replace(epoch(22 * GIB, 20 * GIB), rescued=8, out_of_memory=1)
+def test_steps_that_kept_activations_on_the_host_are_counted():
+    record = replace(epoch(22 * GIB, 20 * GIB), offloaded=8)
     assert last_line([record, epoch(22 * GIB, 19 * GIB)]).endswith(
-        "batch size 96, 2 epochs, 1 step ran out of memory, 8 done in parts."
+        "batch size 96, 2 epochs, 8 steps with activations on the host."
     )
 
 

@@ -292,16 +292,16 @@ def test_of_many_epochs_the_worst_is_among_those_shown(tmp_path):
     assert "+100.0%" in read.text
 
 
-def test_rescued_steps_and_retries_are_columns_where_there_are_some(tmp_path):
+def test_offloaded_steps_and_retries_are_columns_where_there_are_some(tmp_path):
     measured = replace(RECORDS[0].measured, alloc_retries=7)
-    records = [replace(RECORDS[0], batch_size=16, rescued=8, out_of_memory=1, measured=measured), RECORDS[1]]
+    records = [replace(RECORDS[0], batch_size=16, offloaded=8, measured=measured), RECORDS[1]]
     read, data = written(replace(FULL, records=records), tmp_path)
-    assert "Rescued steps" in read.text
+    assert "Offloaded steps" in read.text
     assert "Cache emptied" in read.text
     assert [epoch["alloc_retries"] for epoch in data["epochs"]] == [7, None]
-    assert [(epoch["rescued_steps"], epoch["out_of_memory"]) for epoch in data["epochs"]] == [(8, 1), (0, 0)]
+    assert [epoch["offloaded_steps"] for epoch in data["epochs"]] == [8, 0]
     plain = written(FULL, tmp_path)[0].text
-    assert "Rescued" not in plain
+    assert "Offloaded" not in plain
     assert "Cache emptied" not in plain
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from itertools import starmap, zip_longest
 from operator import gt
@@ -25,7 +24,6 @@ from lightning_memguard.core.trace.trace import Shapes, Trace
 from lightning_memguard.errors import DoesNotFitError, MemGuardError
 from lightning_memguard.report.failure import Failure, Larger
 from lightning_memguard.training.facts.ranks import attempt
-from lightning_memguard.training.rescue.policy import Samples
 from lightning_memguard.training.run.profile import RunProfile
 
 _NEXT = 1.1  # what was announced once is announced again when it is this much larger
@@ -96,19 +94,17 @@ class BatchWatch:
 
     # -- which sizes fit
 
-    def would_fit(
-        self, budget: Budget, ratio: float, *, at_most: int = 0, alike: Prediction | None = None
-    ) -> int | None:
+    def would_fit(self, budget: Budget, ratio: float, alike: Prediction | None = None) -> int | None:
         """The largest batch size that would have fit, if steps take as much more as this one did.
 
-        It is smaller than the one that ran, unless ``at_most`` says otherwise. 0 if not even one sample would have fit,
-        None if that is not known. ``alike``: a prediction on batches like the one that did not fit.
+        It is smaller than the one that ran. 0 if not even one sample would have fit, None if that is not known.
+        ``alike``: a prediction on batches like the one that did not fit.
         """
         if alike is not None and alike.method == "states":
             return None
         scaled = replace(budget, free_bytes=int(budget.usable_bytes / ratio), margin_bytes=0)
         size, unit = self.batch_size, self.profile.loader_info.unit
-        request = Request(size, max_batch_size=at_most or max(1, size - 1), multiple_of=unit)
+        request = Request(size, max_batch_size=max(1, size - 1), multiple_of=unit)
 
         def footprint_at(batch_size: int) -> Footprint:
             return self.profile.with_extra((alike or self.prediction).footprint_at(batch_size))
@@ -119,18 +115,6 @@ class BatchWatch:
             return 0
         except MemGuardError:
             return None
-
-    def fits_now(self, nbytes: int) -> bool:
-        """Whether a batch of so many bytes fits what is free now, by the prediction."""
-        size, of_prediction = self.batch_size, self.prediction.expected_batch(self.batch_size)[1]
-        at_most = math.ceil(size * nbytes / max(1, of_prediction))
-        fits = self.would_fit(self.budget_now(), 1.0, at_most=at_most)
-        return fits is not None and fits * of_prediction >= size * nbytes
-
-    def fitting(self, failed: Samples) -> int:
-        """How many samples of a batch that failed fit now, if memory grows with its bytes."""
-        size = self.would_fit(self.budget_now(), 1.0)
-        return int(failed.count * self.prediction.expected_batch(size)[1] / max(1, failed.nbytes)) if size else 1
 
     def budget_now(self) -> Budget:
         """Budget of the device now, or at setup if that was less."""

@@ -13,13 +13,13 @@ from weakref import WeakKeyDictionary
 
 from lightning_memguard.core.decision.decision import Decision
 from lightning_memguard.core.decision.record import EpochRecord
+from lightning_memguard.core.device.out_of_memory import ran_out_of_memory
 from lightning_memguard.core.foreign import gaps, reason_of, untested
 from lightning_memguard.core.replay.compare import compare_files
 from lightning_memguard.errors import MemGuardError
 from lightning_memguard.report.comparison import comparison_text
 from lightning_memguard.training.facts.ranks import attempt, say, warn
 from lightning_memguard.training.facts.run_facts import ROLES
-from lightning_memguard.training.rescue.memory import ran_out_of_memory
 from lightning_memguard.training.run.guard_settings import GuardSettings
 from lightning_memguard.units import KIB, parse_bytes
 
@@ -79,6 +79,25 @@ def _guarded(hook: _Hook) -> _Hook:
     return cast("_Hook", call)
 
 
+_REPLACED = {
+    "on_oom": "steps are no longer repeated in parts; `offload` runs a batch that will not fit whole, with its "
+    'activations on the host: "if_needed" (the default), "always" or "never"',
+}
+
+
+def _refuse(replaced: dict[str, object]) -> None:
+    """Say what became of an argument of earlier versions.
+
+    Raises:
+        MemGuardError: there is one.
+        TypeError: there is an argument that never existed.
+    """
+    for name, value in replaced.items():
+        if name not in _REPLACED:
+            raise TypeError(f"MemGuard.__init__() got an unexpected keyword argument {name!r}")
+        raise MemGuardError(f"{name}={value!r} is gone: {_REPLACED[name]}.")
+
+
 def _parsed(name: str, budget: int | str | None) -> int | None:
     nbytes = None if budget is None else parse_bytes(budget)
     if nbytes is not None and nbytes < KIB:
@@ -112,9 +131,10 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
             close to it as it can without passing it. ``None``: the accumulation stays as it is.
         max_setup_seconds: how long predictions may take before the run starts. After that, the decision is made from
             what is known, with a range and a note, or the run is not tuned. ``None`` for as long as it takes.
-        on_oom: what becomes of a step that runs out of memory. ``None`` (the default) does it again in parts of its
-            batch if that is shown to be the same step, operator by operator; ``"split"`` also if it differs in a known
-            way, and says which; ``"raise"`` ends the run with a note. ``mode="check"`` always raises.
+        offload: what becomes of a training batch that will not fit. ``"if_needed"``: its step runs whole, once, and
+            keeps the activations that exceed the device in host memory until its backward pass: the same operators on
+            the same tensors, slower by the transfers. ``"always"``: each step does, which lets larger batches fit.
+            ``"never"``: it raises the device's own error, as it always does with ``mode="check"``.
         learn: store what a fit on a GPU measures in a file in your cache folder, and correct predictions of the same
             step by what earlier runs measured; see ``memguard history``. Nothing leaves the machine.
 
@@ -145,17 +165,19 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
         min_steps_per_epoch: int | None = 50,
         prefer: Literal["largest", "smallest_fast"] = "largest",
         keep_effective_batch_size: int | Literal["if_smaller"] | None = "if_smaller",
-        on_oom: Literal["split", "raise"] | None = None,
+        offload: Literal["if_needed", "always", "never"] = "if_needed",
         max_setup_seconds: float | None = 60.0,
         learn: bool = True,
+        **replaced: object,
     ) -> None:
         super().__init__()
+        _refuse(replaced)
         if mode not in ("tune", "check"):
             raise MemGuardError(f"mode={mode!r} is unknown; choose 'tune' or 'check'.")
         if prefer not in ("largest", "smallest_fast"):
             raise MemGuardError(f"prefer={prefer!r} is unknown; choose 'largest' or 'smallest_fast'.")
-        if on_oom not in (None, "split", "raise"):
-            raise MemGuardError(f"on_oom={on_oom!r} is unknown; choose 'split' or 'raise', or leave it out.")
+        if offload not in ("if_needed", "always", "never"):
+            raise MemGuardError(f"offload={offload!r} is unknown; choose 'if_needed', 'always' or 'never'.")
         effective = None if keep_effective_batch_size == "if_smaller" else keep_effective_batch_size
         if isinstance(effective, str):
             raise MemGuardError(
@@ -165,7 +187,7 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
         self._settings = GuardSettings(
             *limits,
             mode=mode,
-            on_oom=on_oom,
+            offload=offload,
             prefer=prefer,
             min_steps_per_epoch=min_steps_per_epoch,
             max_setup_seconds=max_setup_seconds,

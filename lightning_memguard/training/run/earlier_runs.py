@@ -76,13 +76,13 @@ class EarlierRuns:
     def remember(
         self, record: EpochRecord, decision: Decision, profile: RunProfile, precision: str, module: str
     ) -> None:
-        """Store what an epoch of whole steps has measured, if nothing but these was there, and no step was split."""
+        """Store what an epoch of whole steps has measured, if nothing else was there, and no step was offloaded."""
         learned, measured, predicted = profile.prediction.learned, record.measured, record.predicted
         if self.setting is None or self.store is None or learned is None:
             return
         if not record.has_error or predicted.is_evaluation:
             return
-        disturbed = record.rescued or record.out_of_memory or measured.alloc_retries or measured.ooms or decision.kept
+        disturbed = record.offloaded or measured.alloc_retries or measured.ooms or decision.kept
         reserved = measured.peak_reserved_bytes or 0
         outside = measured.peak_bytes - reserved
         alone = 0 < outside <= predicted.highest.outside_bytes + _MOST_LATE and self.there_bytes <= _OTHERS * reserved

@@ -15,12 +15,13 @@ from lightning_memguard.core.decision.decision import Decision
 from lightning_memguard.core.decision.record import EpochRecord, Measured
 from lightning_memguard.core.device.malloc import KEPT_FREED_RATIO, Trimmer, return_freed_memory
 from lightning_memguard.core.device.meter import ActualSnapshot
+from lightning_memguard.core.device.out_of_memory import ran_out_of_memory
 from lightning_memguard.core.replay.learned import range_after
 from lightning_memguard.core.replay.snapshot import save_snapshot
 from lightning_memguard.core.trace.kept import MOST_EPOCHS
 from lightning_memguard.errors import MemGuardError
 from lightning_memguard.report.decision_table import evaluation_text, last_line, setup_text, warning_of, why
-from lightning_memguard.report.failure import announcement, kept_words, note, overrun_words, refusal_words
+from lightning_memguard.report.failure import announcement, kept_words, note, overrun_words
 from lightning_memguard.report.loggers import Boards
 from lightning_memguard.report.page import PAGE_NAME, Page, write_report
 from lightning_memguard.report.page_data import Report
@@ -32,8 +33,6 @@ from lightning_memguard.training.adapter.program import logging_step
 from lightning_memguard.training.data.loaders import rewrite_loaders
 from lightning_memguard.training.facts.ranks import attempt, say, warn
 from lightning_memguard.training.facts.run_facts import Stage
-from lightning_memguard.training.rescue.memory import ran_out_of_memory
-from lightning_memguard.training.rescue.rescuer import Rescuer
 from lightning_memguard.training.run.aftermath import held_elsewhere, oom_kills, worker_note
 from lightning_memguard.training.run.batch_monitor import BatchWatch, failure, size_within_budget
 from lightning_memguard.training.run.growth_watch import GrowthWatch
@@ -85,7 +84,6 @@ class GuardedRun:
         self._boards: Boards | None = None
         self._recorder = SnapshotRecorder(self.trainer, snapshot) if snapshot else None
         self._trim: Trimmer | None = None
-        self._rescuer: Rescuer | None = None
         if self.decision.host:
             self.measuring.watch_children()
         self._growth: GrowthWatch | None = None
@@ -235,17 +233,6 @@ class GuardedRun:
 
     def start(self) -> None:
         """Show the decision, watch batches and steps, and write the snapshot that was asked for before a fit."""
-        if self.stage != "predict" and self.settings.splits:
-            self._rescuer = Rescuer(
-                self.trainer,
-                self.module,
-                self._warn_on_any_rank,
-                lenient=self.settings.on_oom == "split",
-                cuts=self.tuning.cuts,
-                fits_now=lambda nbytes: not (watch := self._watches.get("train")) or watch.fits_now(nbytes),
-                fitting=lambda part: watch.fitting(part) if (watch := self._watches.get("train")) else None,
-            )
-            self._rescuer.install()
         profile, recorder = self.tuning.profile, self._recorder
         if profile is not None:
             self._show(profile)
@@ -326,9 +313,7 @@ class GuardedRun:
             self._watches[role] = None
             return
         if larger is not None:
-            rescuer = self._rescuer if role == "train" else None
-            at_once = attempt(partial(rescuer.expect, batch, larger)).value if rescuer else 0
-            self._warn(announcement(larger, role, batch_idx, at_once or 0))
+            self._warn(announcement(larger, role, batch_idx))
 
     # -- at each epoch
 
@@ -339,8 +324,6 @@ class GuardedRun:
             self._growth = None
         if not self.records:
             self.measuring.restart()
-        if self._rescuer is not None:
-            self._rescuer.policy.restart()
         forget_logged(self.trainer)
 
     def _note_growth(self) -> None:
@@ -404,19 +387,14 @@ class GuardedRun:
         measured, budget = self.measuring.peak_by_part(), decision.budget
         measured = replace(measured, step_seconds=self.measuring.step_seconds)
         epoch, size = self.trainer.current_epoch, decision.batch_size
-        failed, rescued = set[int](), set[int]()
-        if self.settings.splits and self.trains:  # on all ranks alike
-            policy = self._rescuer.policy if self._rescuer else None
-            every = self.tuning.ranks.gather((policy.failures, policy.steps) if policy else (failed, rescued))
-            failed, rescued = (set[int]().union(*steps) for steps in zip(*every, strict=True))
-        counts = budget.free_bytes, budget.margin_bytes, len(rescued), len(failed)
+        offers = budget.free_bytes, budget.margin_bytes
         on_host = sum(decision.host.parts.values()) if decision.host else 0
         seen = [
             each.measured.peak_bytes for each in self.records if each.has_error and each.measured.peak_reserved_bytes
         ]
         again = range_after(max(seen)) if seen else None
         loaders = decision.loader_batch_sizes
-        return EpochRecord(epoch, size, decision.footprint, measured, *counts, loaders, on_host, again)
+        return EpochRecord(epoch, size, decision.footprint, measured, *offers, 0, loaders, on_host, again)
 
     def summarize(self) -> None:
         """Print how close the prediction came; what the last epoch has left to be saved counts too."""
@@ -489,13 +467,9 @@ class GuardedRun:
     # -- when it is over
 
     def note_on(self, error: BaseException) -> str:
-        """Say why memory ran out, what would have fit, and why no rescue came; empty for other errors."""
+        """Say why memory ran out, and what would have fit; empty for other errors."""
         if not ran_out_of_memory(error):
             return worker_note(error, self.decision.host, self._oom_kills)
-        refused = self._rescuer.refused if self._rescuer else ""
-        return "\n".join(filter(None, (self._note_on_prediction(error), refusal_words(refused))))
-
-    def _note_on_prediction(self, error: BaseException) -> str:
         profile, footprint = self.tuning.profile, self.decision.footprint
         if profile is None or footprint is None:
             return f"MemGuard made no prediction: {self.decision.reason}."
@@ -514,13 +488,11 @@ class GuardedRun:
         self._watches.clear()
         self._report = self._boards = self._growth = None
         attempt(self._end_recording)
-        if self._rescuer is not None:
-            self._rescuer.close()
         self.measuring.close()
         profile = self.tuning.profile
         if profile is not None:
             self.tuning = replace(self.tuning, profile=profile.detached())
-        del self.trainer, self.module, self.measuring, self._rescuer  # a guard that is kept does not keep its run
+        del self.trainer, self.module, self.measuring  # a guard that is kept does not keep its run
 
 
 def actual_path(path: Path) -> Path:

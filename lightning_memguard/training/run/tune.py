@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -21,11 +21,10 @@ from lightning_memguard.training.facts.lightning_types import is_a
 from lightning_memguard.training.facts.ranks import Ranks, attempt, shared
 from lightning_memguard.training.facts.run_facts import ROLES, Role, RunFacts, Stage, read_run_facts
 from lightning_memguard.training.planning.advise import AdviceReport, try_remedies
-from lightning_memguard.training.rescue.cut import Cut, cut_of
 from lightning_memguard.training.run.choose import Choice, Planner, choose
 from lightning_memguard.training.run.earlier_runs import EarlierRuns
 from lightning_memguard.training.run.guard_settings import GuardSettings
-from lightning_memguard.training.run.profile import Reading, RunProfile, read_run
+from lightning_memguard.training.run.profile import RunProfile, read_run
 from lightning_memguard.training.run.progress import SetupLine
 from lightning_memguard.training.strategies.sharded import Layout, refuse_sharded
 from lightning_memguard.units import format_bytes
@@ -40,14 +39,13 @@ if TYPE_CHECKING:
 class Tuning:
     """The result of `tune`. ``profile`` is None if the run was not tuned; ``decision.reason`` says why.
 
-    ``cuts`` say how batches are cut by sample, by role, as far as is known. ``earlier`` is what this GPU has measured.
+    ``earlier`` is what this GPU has measured.
     """
 
     decision: Decision
     role: Role = "train"
     profile: RunProfile | None = None
     ranks: Ranks = field(default_factory=Ranks)
-    cuts: Mapping[Role, Cut] = field(default_factory=dict)
     earlier: EarlierRuns = field(default_factory=EarlierRuns)
 
 
@@ -71,7 +69,6 @@ def tune(trainer: Trainer, module: LightningModule, settings: GuardSettings, sta
         if Layout.of(facts.strategy):  # on all ranks alike
             refuse_sharded(module)
         process_bytes = reading.process_bytes
-        cuts = _cuts(reading, stage) if settings.splits else {}
         with Planner(settings, reading, line) as planner:
             planner.start()
             # after the budget, which counts an open context as ours: measuring it opens it
@@ -86,7 +83,7 @@ def tune(trainer: Trainer, module: LightningModule, settings: GuardSettings, sta
                 decision, profile = _choose(profile, ranks, planner)
             except DoesNotFitError as error:
                 raise _with_advice(error, profile) from None
-        tuning = with_steps(Tuning(decision, facts.role, _without_samples(profile), ranks, cuts, earlier))
+        tuning = with_steps(Tuning(decision, facts.role, _without_samples(profile), ranks, earlier))
         del reading, profile
         trim_heap()  # of the samples drawn
         return tuning
@@ -98,19 +95,6 @@ def tune(trainer: Trainer, module: LightningModule, settings: GuardSettings, sta
         reason = f"{str(error).rstrip('.')}; batch size {size} is kept" if size else str(error)
         accumulate = trainer.accumulate_grad_batches
         return Tuning(Decision(size, size, accumulate, "stepped aside", None, None, "request", reason), ROLES[stage])
-
-
-def _cuts(reading: Reading, stage: Stage) -> dict[Role, Cut]:
-    """How batches are cut by sample, from two of different sizes."""
-    run, evaluation = reading.run, reading.run.evaluation.value
-    evaluated = run.program if stage != "fit" else evaluation.program if evaluation else None
-    programs: dict[Role, LightningProgram | None] = {"train": run.program if stage == "fit" else None, "val": evaluated}
-    cuts: dict[Role, Cut] = {}
-    for role, program in programs.items():
-        for two in program.families[:1] if program else ():
-            cut = attempt(partial(cut_of, two.small, two.large, two.small_size, two.large_size)).value
-            cuts |= {role: cut} if cut else {}
-    return cuts
 
 
 def _choose(profile: RunProfile, ranks: Ranks, planner: Planner) -> Choice:

@@ -76,7 +76,7 @@ def test_the_metrics_have_their_public_names_and_their_unit_in_the_key():
         "memguard/batch_size": 32.0,
         "memguard/limit_gib": 8.0,
         "memguard/usable_gib": 7.5,
-        "memguard/rescued_steps": 0.0,
+        "memguard/offloaded_steps": 0.0,
         "memguard/parts/parameters_gib": 1.0,
         "memguard/parts/buffers_gib": 0.0,
         "memguard/parts/gradients_gib": 0.0,

@@ -664,7 +664,7 @@ def test_one_that_takes_more_than_those_drawn_is_announced_once_and_no_batch_siz
     guard = MemGuard(budget=6 << 20, margin=0.0)
     (text,) = [text for text in fit_texts("attention", Feed(sizes), guard) if "larger than" in text]
     assert text.startswith("MemGuard: Training batch 101 has [8, 512], larger than the [64, 64] of the prediction.")
-    guard = MemGuard(budget=1 << 20, on_oom="raise")
+    guard = MemGuard(budget=1 << 20, offload="never")
     said = " ".join(fit_texts("attention", MADE["a stream of batches"](sizes), guard))
     assert "The largest of the batches drawn (8 x 512) does NOT fit" in said
     assert "Lower the sampler's token budget or bucket width" in said
