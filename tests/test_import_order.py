@@ -97,6 +97,7 @@ ROOMS = {
         "leftovers",
         "program",
         "capture",
+        "curve",
         "predict",
     ],
     "core/layers": ["__init__", "layers", "textbook"],

@@ -19,6 +19,7 @@ from lightning_memguard.core.device.budget import read_budget
 from lightning_memguard.core.device.host import or_none
 from lightning_memguard.core.device.meter import allocated_now
 from lightning_memguard.core.replay.footprint import Footprint
+from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.core.replay.timeline import LineShare, shares_at_peak
 from lightning_memguard.core.trace.trace import Shapes, Trace
 from lightning_memguard.errors import DoesNotFitError, MemGuardError
@@ -47,7 +48,8 @@ class BatchWatch:
         self.shapes: Shapes = ()
         self.exceeds = self.saw_whole = False
         self.largest: tuple[Larger, Prediction] | None = None
-        self.is_fixed, kinds = bool(prediction.kinds), prediction.kinds or [((), self._predicted_bytes)]
+        kinds = prediction.curve.kinds or [((), self._predicted_bytes)]
+        self.is_fixed = bool(prediction.curve.kinds)
         self._usual = set[Shapes]()
         self._quick: list[torch.Size] | int = 0
         self._most_bytes = 0.0
@@ -77,11 +79,11 @@ class BatchWatch:
 
     def _predicted(self, batch: object) -> Larger | None:
         """Predict a step on batches like this one, as its transfer leaves it; None if it needs no more."""
-        size, known = batch_size_of(batch), self.prediction
+        size, known, terms = batch_size_of(batch), self.prediction, self.prediction.curve.terms
         with torch.inference_mode(mode=False):
             like = map_tensors(batch, lambda tensor: torch.empty_like(tensor, device="meta"))
             program = known.program.with_batches(batches_from_one(like, size))
-            prediction = predict(program, size, known.settings, context_bytes=known.context_bytes, scalable=False)
+            prediction = predict(program, size, terms.settings, context_bytes=terms.context_bytes, scalable=False)
             footprint = self.profile.with_extra(prediction.footprint_at(size))
         usual, nbytes = self.profile.with_extra(known.footprint_at(self.batch_size)), footprint.most_device_bytes
         if nbytes <= max(self._most_bytes, usual.most_device_bytes) and not footprint.is_partial:
@@ -100,7 +102,7 @@ class BatchWatch:
         It is smaller than the one that ran. 0 if not even one sample would have fit, None if that is not known.
         ``alike``: a prediction on batches like the one that did not fit.
         """
-        if alike is not None and alike.method == "states":
+        if alike is not None and alike.curve.method == "states":
             return None
         scaled = replace(budget, free_bytes=int(budget.usable_bytes / ratio), margin_bytes=0)
         size, unit = self.batch_size, self.profile.loader_info.unit
@@ -152,13 +154,13 @@ def failure(watch: BatchWatch, decided: Footprint, measured: Measured | None, **
     smaller = None if watch.is_fixed else watch.would_fit(watch.budget_now(), ratio, alike=alike)
     shapes = watch.shapes, watch.predicted_shapes
     of_larger, trace_at = (larger.footprint, alike.own_trace_at) if larger else (None, watch.profile.trace_at)
-    shares = attempt(lambda: _shares(trace_at((of_larger or decided).batch_size), alike, device)).value
+    shares = attempt(lambda: _shares(trace_at((of_larger or decided).batch_size), alike.curve.settings, device)).value
     return Failure(decided, measured, budget, now, *shapes, smaller, of_larger, shares or (), **found)
 
 
-def _shares(trace: Trace, prediction: Prediction, device: torch.device) -> list[LineShare]:
+def _shares(trace: Trace, settings: AllocatorSettings, device: torch.device) -> list[LineShare]:
     """Lines that hold the memory at the peak, next to what each line really holds, if that is recorded."""
-    shares, actual = shares_at_peak(trace, prediction.settings), or_none(allocated_now, device)
+    shares, actual = shares_at_peak(trace, settings), or_none(allocated_now, device)
     if not actual:
         return shares
     return [replace(share, actual_bytes=actual.get(share.line, 0)) if share.line else share for share in shares]

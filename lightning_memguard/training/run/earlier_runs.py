@@ -77,7 +77,7 @@ class EarlierRuns:
         self, record: EpochRecord, decision: Decision, profile: RunProfile, precision: str, module: str
     ) -> None:
         """Store what an epoch of whole steps has measured, if nothing else was there, and no step was offloaded."""
-        learned, measured, predicted = profile.prediction.learned, record.measured, record.predicted
+        learned, measured, predicted = profile.prediction.terms.learned, record.measured, record.predicted
         if self.setting is None or self.store is None or learned is None:
             return
         if not record.has_error or predicted.is_evaluation:

@@ -187,7 +187,7 @@ def _with_advice(error: DoesNotFitError, profile: RunProfile) -> DoesNotFitError
         if profile.prediction.footprint_at(size).most_device_bytes <= budget.usable_bytes:
             return AdviceReport(())  # another rank is too small, or validation alone does not fit
         request = replace(profile.request, batch_size=size)
-        return try_remedies(profile.prediction, size, budget, most_seconds=_ADVICE_SECONDS, request=request)
+        return try_remedies(profile.step, size, budget, most_seconds=_ADVICE_SECONDS, request=request)
 
     advised = attempt(remedies).value
     if not advised or not advised.advice:

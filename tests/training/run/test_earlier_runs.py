@@ -266,4 +266,4 @@ def test_a_plan_of_the_same_step_has_its_signature(gpu: Gpu) -> None:
     gpu.fit("check")
     batch = torch.randn(32, 128), torch.zeros(32, dtype=torch.long)
     plan = plan_on(subject_of(Net(), batch), "cpu", Limits(max_batch_size=64))
-    assert {each.step for each in stored()} == {plan.prediction.signature}
+    assert {each.step for each in stored()} == {plan.prediction.curve.signature}
