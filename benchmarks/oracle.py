@@ -30,6 +30,7 @@ from lightning_memguard.core.batch.batches import batches_from_one
 from lightning_memguard.core.capture.predict import predict
 from lightning_memguard.core.capture.program import LoopProgram
 from lightning_memguard.core.kernels import cudnn
+from lightning_memguard.core.range import Range
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.errors import MemGuardError
@@ -59,7 +60,7 @@ def of_footprint(name: str, found: Footprint) -> Hashes:
     known = {each.name: getattr(found, each.name) for each in fields(found)}
     timing = known.pop("timing")
     work = timing and ([*timing.work], timing.batches_per_step, timing.compiled)
-    own = {key: value for key, value in known.items() if key not in ("low", "high", "trace", "settings")}
+    own = {key: value for key, value in known.items() if key not in ("doubts", "low", "high", "trace", "settings")}
     ends = {end: tuple(vars(getattr(found, end)).values()) for end in ("lowest", "highest")}
     every = {**own, **ends, "work": work, "most": found.most_device_bytes}
     return {f"{name} {key}": hashed(value) for key, value in every.items()}
@@ -68,7 +69,7 @@ def of_footprint(name: str, found: Footprint) -> Hashes:
 def of_program(program: Any, asked: int, sizes: tuple[int, ...], scalable: bool = True) -> Hashes:
     device = program.device.type
     settings = AllocatorSettings.for_device(device, {})
-    prediction = predict(program, asked, settings, context_bytes=CONTEXT[device], scalable=scalable)
+    prediction = predict(program, asked, settings, context_bytes=Range(*CONTEXT[device]), scalable=scalable)
     found: Hashes = {}
     for size in sizes:
         at = f"at {size}"

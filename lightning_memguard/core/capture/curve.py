@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from lightning_memguard.core.range import NOTHING, Range
 from lightning_memguard.core.replay.footprint import Footprint, Peak, footprint
 from lightning_memguard.core.replay.learned import Learned
 from lightning_memguard.core.replay.seconds import Speed, Timing
@@ -37,7 +38,7 @@ class Terms:
     """
 
     settings: AllocatorSettings
-    context_bytes: int | tuple[int, int, int] = 0
+    context_bytes: Range[int] = NOTHING
     held: tuple[tuple[str, int], ...] = ()
     learned: Learned | None = None
     speed: Callable[[], Speed | None] = lambda: None
@@ -253,12 +254,13 @@ class Curve:
             most = max(found, key=lambda each: each.most_device_bytes)
             if any(variant.epoch for variant in self.variants) and len(found) > 1:
                 most = sorted(found, key=lambda each: each.most_device_bytes)[len(found) // 2]
-                most = most.widened(*(end for each in found for end in (each.lowest, each.highest)))
+                most = most.doubted("epochs", *(end for each in found for end in (each.lowest, each.highest)))
             elif len(found) > 1:
                 ceiling = self.footprint_of(self.ceiling.at(batch_size)) if self.ceiling else None
                 most = _with_range(most, found, ceiling)
             least = self.footprint_of(self.floor.at(batch_size)).lowest if self.floor else most.lowest
-            most = most.widened(least) if least.allocated_bytes < most.lowest.allocated_bytes else most
+            if least.allocated_bytes < most.lowest.allocated_bytes:
+                most = most.doubted("least results", least)
             gap = self.gaps.get(batch_size)
             if (gap and gap.kind == "late") or (self.stopped and batch_size not in self.proven_sizes):
                 most = self._with_doubt(most)
@@ -293,7 +295,7 @@ class Curve:
         of_batch = grown.peak_allocated_bytes - sum(grown.parts[part] for part in _STATIC)
         more = grown.peak_allocated_bytes + int(of_batch * (times**2 - 1)) - guessed.highest.allocated_bytes
         note = f"not captured at this size: at most as if what belongs to the batch grew with its square from {near}"
-        return guessed.widened(guessed.highest.plus(max(0, more)), note=note)
+        return guessed.doubted("unchecked", guessed.highest.plus(max(0, more)), note=note)
 
     @property
     def is_of_one_draw(self) -> bool:
@@ -307,7 +309,7 @@ class Curve:
             other, most = found.highest.plus(of_batch), "as if what belongs to the batch took twice as much"
         else:
             other, most = found.lowest.plus(-of_batch), "with results as large as their operators can make them"
-        return found.widened(other, note=f"other values were not tried: at most {most}")
+        return found.doubted("one draw", other, note=f"other values were not tried: at most {most}")
 
     def _estimate_at(self, batch_size: int) -> Footprint:
         """Estimate the compiled step at a size between or beyond those captured: peaks are close to lines.
@@ -335,7 +337,7 @@ def _with_range(most: Footprint, found: Sequence[Footprint], ceiling: Footprint 
     beyond = Peak(*map(sum, zip(astuple(top), spread, strict=True)))
     if ceiling is not None:  # which is above all that was seen
         beyond = Peak.extreme((beyond, ceiling.highest), min)
-    wide = most.widened(*lows, top, beyond)
+    wide = most.doubted("values", *lows, top, beyond)
     if wide.high == wide.low:
         return most
     seen = [format_bytes(of(each.allocated_bytes for each in points)) for of in (min, max)]
@@ -347,4 +349,4 @@ def _with_later(now: Footprint, later: Footprint) -> Footprint:
     """Widen the footprint of the first epoch's step up to that of a step that trains all parameters."""
     more = format_bytes(max(now.highest.allocated_bytes, later.highest.allocated_bytes))
     note = f"parameters that are frozen now may be trained in a later epoch: with all of them, a step takes {more}"
-    return now.widened(later.highest, note=note)
+    return now.doubted("later epochs", later.highest, note=note)

@@ -25,7 +25,6 @@ from lightning_memguard.core.capture.capture import (
     Variant,
     capture,
     captures_of,
-    needs_values_later,
     trusted_child,
 )
 from lightning_memguard.core.capture.curve import Curve, Gap, Proof, Terms
@@ -34,11 +33,11 @@ from lightning_memguard.core.device.host import available_memory
 from lightning_memguard.core.device.speed import cpu_speed, speed_of
 from lightning_memguard.core.gpus import Gpu
 from lightning_memguard.core.isolation.pool import processors
+from lightning_memguard.core.range import NOTHING, Range
 from lightning_memguard.core.replay.footprint import Footprint, footprint
 from lightning_memguard.core.replay.seconds import Speed
 from lightning_memguard.core.replay.settings import AllocatorSettings
-from lightning_memguard.core.simulation.compiled import NOTE
-from lightning_memguard.core.simulation.value_sizes import ASSUMED, LEAST
+from lightning_memguard.core.simulation.value_sizes import LEAST
 from lightning_memguard.core.trace.growth import Growth, extrapolate, grow
 from lightning_memguard.core.trace.trace import Method, Shapes, Trace
 from lightning_memguard.errors import CannotTraceError
@@ -56,7 +55,6 @@ _CLEARLY = 1.01  # times as much as real batches take: such a worst case is not 
 _MOST_SECONDS = 20.0  # for a real run, as far as that is known beforehand
 _TOO_SLOW_SECONDS = 60.0  # the smallest real run; after a slower one, no other is made
 _MOST_PROBED_BYTES = 4 << 30  # of the worst case, for a real run of unknown length
-_OUT_OF_MEMORY = ("can't allocate memory", "MemoryError", "not enough memory")
 
 
 class StepFailsError(CannotTraceError):
@@ -97,7 +95,7 @@ class Surveyor:
                 found = replace(found, notes=(*found.notes, note), stopped=stopped)
             found = self._with_unfrozen(found, known, batch_size)
             traces = found.surveyed
-            if not any(NOTE in trace.notes for trace in traces.values()):
+            if not any(trace.has_note("uncompiled") for trace in traces.values()):
                 return found
             if program.device.type != "cpu":
                 return replace(found, notes=(*found.notes, "torch.compile is followed on the CPU only"))
@@ -135,8 +133,7 @@ class Surveyor:
             return curve.with_captured(batch_size, self._captured(curve, batch_size))
         except CaptureFailedError as error:
             if is_real:
-                short = any(text in str(error) for text in _OUT_OF_MEMORY)
-                gap = Gap("not run" if short else "failed", _reason(curve.method, error))
+                gap = Gap("not run" if error.out_of_memory else "failed", _reason(curve.method, error))
                 return self._with_gap(curve, batch_size, gap)
             if not isinstance(error, OutOfTimeError) or not curve.captured:
                 raise
@@ -179,7 +176,7 @@ class Surveyor:
             note = f"{error}: the step was not captured at batch size {batch_size}"
             return replace(curve, notes=(*curve.notes, note))
         except CaptureFailedError as error:
-            if is_real and any(text in str(error) for text in _OUT_OF_MEMORY):
+            if is_real and error.out_of_memory:
                 return curve
             raise StepFailsError(f"at batch size {batch_size} {_reason(curve.method, error)}") from error
         if proof.events == curve.growth.at(batch_size).events:
@@ -276,7 +273,7 @@ def predict(
     batch_size: int,
     settings: AllocatorSettings,
     *,
-    context_bytes: int | tuple[int, int, int] = 0,
+    context_bytes: Range[int] = NOTHING,
     scalable: bool = True,
 ) -> Prediction:
     """Capture a step, see `Surveyor.survey`.
@@ -342,7 +339,7 @@ def _predicted(captures: Captures, program: Program, known: Curve, batch_size: i
         else:
             found = _from(known, method, traces, growth)
             found = replace(found, scalable=known.scalable and (growth is not None or len(traces) > 1))
-            if needs_values_later(traces[0]) and device_to_run_on(program, fake=False).type == program.device.type:
+            if traces[0].has_note("values later") and device_to_run_on(program, fake=False).type == program.device.type:
                 with contextlib.suppress(CannotTraceError):
                     return _real(captures, program, known, batch_size)
             found = _uneven(program, found, batch_size) or found
@@ -546,7 +543,7 @@ def _sampled(captures: Captures, program: Program, worst: Curve, batch_size: int
 def _with_least(captures: Captures, program: Program, worst: Curve) -> Curve:
     """Predict an upper bound with its lower end: results that depend on values, as small as they can be."""
     sizes, smallest = worst.growth.sizes if worst.growth else (), Variant(shares=LEAST)
-    if any(ASSUMED in note for trace in worst.surveyed.values() for note in trace.notes):
+    if any(trace.has_note("largest result") for trace in worst.surveyed.values()):
         with contextlib.suppress(CannotTraceError):  # it may fail without elements
             return replace(worst, floor=grow(_all_captured(captures, program, sizes, "worst-case", [smallest])))
     return worst

@@ -10,21 +10,9 @@ import bisect
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
+from lightning_memguard.core.range import Range
 from lightning_memguard.core.trace.work import COMMUNICATION, CONVOLUTION, Work
-
-
-class Seconds(NamedTuple):
-    """A time in seconds: at least, most likely, at most."""
-
-    low: float
-    likely: float
-    high: float
-
-    def times(self, factor: float) -> Seconds:
-        """Each of the three, times a factor."""
-        return Seconds(*(factor * each for each in self))
 
 
 @dataclass(frozen=True)
@@ -73,7 +61,7 @@ class Timing:
     compiled: bool = False
 
     @functools.cached_property
-    def step(self) -> Seconds | None:
+    def step(self) -> Range[float] | None:
         """The seconds of an optimizer step: all its batches, and the update."""
         speed = self.speed() if self.work else None
         if speed is None:
@@ -82,7 +70,7 @@ class Timing:
         seconds, least = self._sum(taken), self._sum(one for one in taken if one[0].kind or not self.compiled)
         sent = self._sum((each, each.nbytes) for each in self.work if each.kind == COMMUNICATION)
         sending = sent / speed.link if speed.link else 0.0
-        return Seconds(least * speed.spread[0], max(seconds, sending), (seconds + 2 * sending) * speed.spread[1])
+        return Range(least * speed.spread[0], max(seconds, sending), (seconds + 2 * sending) * speed.spread[1])
 
     def _sum(self, figures: Iterable[tuple[Work, float]]) -> float:
         return sum(figure * each.calls * (1 if each.updates else self.batches_per_step) for each, figure in figures)

@@ -20,8 +20,8 @@ from lightning_memguard.core.capture.capture import Captures, UserCode
 from lightning_memguard.core.capture.predict import Prediction, predict, speed_here
 from lightning_memguard.core.capture.program import PRECISIONS, Program
 from lightning_memguard.core.decision.decision import Budget, Limits, check_count
+from lightning_memguard.core.range import Range
 from lightning_memguard.core.replay.footprint import Footprint
-from lightning_memguard.core.replay.seconds import Seconds
 from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.core.trace.trace import Trace
 from lightning_memguard.errors import CannotTraceError, MemGuardError
@@ -67,10 +67,10 @@ class TrainingWay:
         return self.batch_size * self.accumulate_grad_batches * self.ranks
 
     @cached_property
-    def seconds_per_sample(self) -> Seconds | None:
+    def seconds_per_sample(self) -> Range[float] | None:
         """The time of a step, by its samples; None if the device's speed is not known."""
         step = self.footprint.step_seconds
-        return step and step.times(1 / self.samples)
+        return step and step.scaled(1 / self.samples)
 
     @property
     def dollars_per_million(self) -> float | None:

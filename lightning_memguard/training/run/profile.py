@@ -21,7 +21,8 @@ from lightning_memguard.core.capture.recorder import part_bytes
 from lightning_memguard.core.decision.decision import Budget, HostUse, LimitedBy, Request, decide, largest_that
 from lightning_memguard.core.device.budget import read_budget
 from lightning_memguard.core.device.process import process_bytes
-from lightning_memguard.core.replay.footprint import Footprint, Peak
+from lightning_memguard.core.range import NOTHING, Range
+from lightning_memguard.core.replay.footprint import Doubt, Footprint, Peak
 from lightning_memguard.core.replay.learned import Learned
 from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.core.simulation.fake_cuda import gpu_of
@@ -185,7 +186,7 @@ class RunProfile:
         """Return the profile once its step can be asked at a size."""
         return replace(self, prediction=self.step.extended_to(batch_size))
 
-    def with_context(self, nbytes: int | tuple[int, int, int]) -> RunProfile:
+    def with_context(self, nbytes: Range[int]) -> RunProfile:
         """Return the profile with other bytes of the process on its device outside the allocator."""
         return self._with_predictions(lambda each: each.on_terms(context_bytes=nbytes))
 
@@ -257,6 +258,7 @@ class RunProfile:
         for part, nbytes in (*self.between, *more.items()):
             parts[part] = parts.get(part, 0) + nbytes
         whole = sum(parts.values())
+        most = Peak(whole, whole, whole + step.highest.outside_bytes)
         return replace(
             step,
             peak_allocated_bytes=whole,
@@ -266,8 +268,7 @@ class RunProfile:
             phase=phase,
             module="",
             operator="",
-            low=None,
-            high=Peak(whole, whole, whole + step.high.outside_bytes) if step.high else None,
+            doubts=(Doubt("process", (most,)),) if step.doubts else (),
         )
 
     def with_extra(self, footprint: Footprint) -> Footprint:
@@ -276,19 +277,18 @@ class RunProfile:
             footprint = footprint.plus(nbytes, part)
         if self.workers and not self.host:
             ahead = self.workers.ahead_bytes(footprint.batch_size, self._validation_size)
-            least, likely, most = self._workers_bytes(footprint.batch_size)
-            footprint = footprint.plus(ahead, "prefetched").plus(likely, "workers", least, most)
+            own = self._workers_bytes(footprint.batch_size)
+            footprint = footprint.plus(ahead, "prefetched").plus_range(own, "workers")
         return footprint
 
     @property
     def _validation_size(self) -> int:
         return self.validation.batch_size if self.validation else 0
 
-    def _workers_bytes(self, batch_size: int) -> tuple[int, int, int]:
+    def _workers_bytes(self, batch_size: int) -> Range[int]:
         if self.workers is None:
-            return 0, 0, 0
-        least, likely, most = self.workers.own_bytes(batch_size, self._validation_size)
-        return least + self.kept_bytes, likely + self.kept_bytes, most + self.kept_bytes
+            return NOTHING
+        return self.workers.own_bytes(batch_size, self._validation_size) + Range.exactly(self.kept_bytes)
 
     def host_at(self, batch_size: int) -> HostUse | None:
         """Memory of the host that a batch size takes; None if that is nothing, or all of it is the device's."""
@@ -342,7 +342,7 @@ class Reading:
     held_bytes: int
     avoids_single_sample: bool
     notes: tuple[str, ...]
-    process_bytes: int | tuple[int, int, int]
+    process_bytes: Range[int]
     workers: Workers | None
     host: Budget | None
     shared: Budget | None
@@ -407,7 +407,7 @@ def read_run(trainer: Trainer, module: LightningModule, settings: GuardSettings,
         held,
         avoids_single_sample=any(isinstance(each, _BatchNorm) for each in module.modules()),
         notes=samples.notes,
-        process_bytes=process_bytes(module.parameters(), torch.get_num_threads()) if device.type == "cpu" else 0,
+        process_bytes=process_bytes(module.parameters(), torch.get_num_threads()) if device.type == "cpu" else NOTHING,
         workers=workers,
         host=host,
         shared=in_shared,

@@ -22,6 +22,7 @@ from lightning_memguard.core.capture.capture import FIRST, Captures
 from lightning_memguard.core.capture.predict import Prediction, StepFailsError, capture, predict
 from lightning_memguard.core.capture.program import LoopProgram
 from lightning_memguard.core.isolation import pool
+from lightning_memguard.core.range import Range
 from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.errors import CannotTraceError, MemGuardError
 
@@ -95,7 +96,9 @@ def test_an_inference_keeps_nothing_for_a_backward_pass_and_drops_nothing_out():
 
 
 def test_what_the_process_takes_beside_its_tensors_is_added():
-    bare, with_context = (predict(program_of(), 16, EXACT, context_bytes=extra).footprint_at(16) for extra in (0, 1000))
+    bare, with_context = (
+        predict(program_of(), 16, EXACT, context_bytes=Range.exactly(extra)).footprint_at(16) for extra in (0, 1000)
+    )
     assert with_context == replace(bare, peak_device_bytes=bare.peak_device_bytes + 1000)
 
 
@@ -496,7 +499,7 @@ def test_a_worst_case_is_known_on_a_gpu_that_is_not_there():
 
 
 def test_a_context_that_was_not_measured_gives_bounds():
-    found = predict(on_an_h200(), 16, CUDA, context_bytes=(1000, 2000, 3000)).footprint_at(16)
+    found = predict(on_an_h200(), 16, CUDA, context_bytes=Range(1000, 2000, 3000)).footprint_at(16)
     assert found.low is not None
     assert found.high is not None
     assert [each.outside_bytes for each in (found.low, found, found.high)] == [1000, 2000, 3000]
