@@ -10,21 +10,9 @@ import bisect
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
+from lightning_memguard.core.range import Range
 from lightning_memguard.core.trace.work import COMMUNICATION, CONVOLUTION, TRANSFER, Work
-
-
-class Seconds(NamedTuple):
-    """A time in seconds: at least, most likely, at most."""
-
-    low: float
-    likely: float
-    high: float
-
-    def times(self, factor: float) -> Seconds:
-        """Each of the three, times a factor."""
-        return Seconds(*(factor * each for each in self))
 
 
 @dataclass(frozen=True)
@@ -75,7 +63,7 @@ class Timing:
     compiled: bool = False
 
     @functools.cached_property
-    def step(self) -> Seconds | None:
+    def step(self) -> Range[float] | None:
         """The seconds of an optimizer step: all its batches, and the update."""
         speed = self.speed() if self.work else None
         if speed is None or (self.moved_bytes and not speed.host_link):
@@ -87,7 +75,7 @@ class Timing:
         moving = self.moved_bytes / speed.host_link if speed.host_link else 0.0
         likely = max(seconds, sending, moving) + moving  # on the way out it overlaps with the step, on the way back not
         least, most = max(least * speed.spread[0], moving), (seconds + 2 * (sending + moving)) * speed.spread[1]
-        return Seconds(least, likely, most)
+        return Range(least, likely, most)
 
     @property
     def moved_bytes(self) -> int:

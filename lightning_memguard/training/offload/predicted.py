@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, TypeVar
 from typing_extensions import override
 
 from lightning_memguard.core.capture.capture import trusted_child
-from lightning_memguard.core.capture.predict import Prediction, predict
+from lightning_memguard.core.capture.curve import Terms
+from lightning_memguard.core.capture.predict import Surveyor
 from lightning_memguard.report.failure import Offloaded
 from lightning_memguard.training.offload.engine import Offload
 
@@ -44,7 +45,7 @@ def offloaded(program: P) -> P:
     return program.with_around(_Recorded)
 
 
-def predict_offloaded(known: Prediction, batch_size: int) -> Offloaded:
+def predict_offloaded(program: Program, terms: Terms, batch_size: int) -> Offloaded:
     """Predict a step with its activations on the host, in a child: its trace is not held here.
 
     Raises:
@@ -52,10 +53,9 @@ def predict_offloaded(known: Prediction, batch_size: int) -> Offloaded:
     """
 
     def find(_: int) -> Offloaded:
-        program, context = offloaded(known.program), known.context_bytes
-        found = predict(program, batch_size, known.settings, context_bytes=context, scalable=False)
-        found = replace(found, held=known.held)
-        return Offloaded(found.footprint_at(batch_size), found.trace_at(batch_size).moved_bytes)
+        surveyor, other = Surveyor(offloaded(program)), replace(terms, learned=None)  # of the step as it was
+        curve = surveyor.survey(batch_size, other, scalable=False)
+        return Offloaded(curve.footprint_at(batch_size), curve.trace_at(batch_size).moved_bytes)
 
     with trusted_child(find) as child:
         return child.ask(0)

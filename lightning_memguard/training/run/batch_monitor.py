@@ -14,13 +14,16 @@ import torch
 from lightning_memguard.core.batch.batches import batches_from_one
 from lightning_memguard.core.batch.nesting import batch_bytes, batch_size_of, growth_sizes, map_tensors, shapes_of
 from lightning_memguard.core.capture.capture import trusted_child
+from lightning_memguard.core.capture.curve import Terms
 from lightning_memguard.core.capture.predict import Prediction, predict
+from lightning_memguard.core.capture.program import Program
 from lightning_memguard.core.decision.decision import Budget, Request, decide
 from lightning_memguard.core.decision.record import Measured
 from lightning_memguard.core.device.budget import read_budget
 from lightning_memguard.core.device.host import or_none
 from lightning_memguard.core.device.meter import allocated_now
 from lightning_memguard.core.replay.footprint import Footprint
+from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.core.replay.timeline import LineShare, shares_at_peak
 from lightning_memguard.core.trace.trace import Shapes, Trace
 from lightning_memguard.errors import DoesNotFitError, MemGuardError
@@ -39,7 +42,8 @@ class Kind:
     sizes: tuple[float, ...]
     batch_size: int
     footprint: Footprint
-    prediction: Prediction
+    program: Program
+    terms: Terms
 
     def times(self, sizes: Sequence[float]) -> float:
         """How many times as large a batch is, in the size that grew most."""
@@ -66,7 +70,8 @@ class BatchWatch:
         self.shapes: Shapes = ()
         self.exceeds = self.saw_whole = False
         self.largest: tuple[Larger, Prediction] | None = None
-        self.is_fixed, kinds = bool(prediction.kinds), prediction.kinds or [((), self._predicted_bytes)]
+        kinds = prediction.curve.kinds or [((), self._predicted_bytes)]
+        self.is_fixed = bool(prediction.curve.kinds)
         self._usual = set[Shapes]()
         self._quick: list[torch.Size] | int = 0
         self.is_same = False
@@ -75,7 +80,7 @@ class BatchWatch:
         self._of_prediction = [*self._limits]
         usual = profile.with_extra(prediction.footprint_at(batch_size))
         largest = zip_longest(*(growth_sizes(*kind, alone=False) for kind in kinds), fillvalue=0.0)
-        self.kinds = [Kind(tuple(map(max, largest)), batch_size, usual, prediction)]
+        self.kinds = [Kind(tuple(map(max, largest)), batch_size, usual, prediction.program, prediction.curve.terms)]
 
     def larger(self, batch: object) -> Larger | None:
         """Compare a batch on its way into the step with the prediction; None if it is within it."""
@@ -120,14 +125,14 @@ class BatchWatch:
 
     def _predicted(self, batch: object) -> Larger | None:
         """Predict a step on batches like this one, as its transfer leaves it; None if it needs no more."""
-        size, known = batch_size_of(batch), self.prediction
+        size, known, terms = batch_size_of(batch), self.prediction, self.prediction.curve.terms
         with torch.inference_mode(mode=False):
             like = map_tensors(batch, lambda tensor: torch.empty_like(tensor, device="meta"))
             program = known.program.with_batches(batches_from_one(like, size))
-            prediction = predict(program, size, known.settings, context_bytes=known.context_bytes, scalable=False)
+            prediction = predict(program, size, terms.settings, context_bytes=terms.context_bytes, scalable=False)
             footprint = self.profile.with_extra(prediction.footprint_at(size))
         usual, nbytes = self.kinds[0].footprint, footprint.most_device_bytes
-        self.kinds.append(Kind(tuple(self._sizes(batch)), size, footprint, replace(prediction, traces={}, others={})))
+        self.kinds.append(Kind(tuple(self._sizes(batch)), size, footprint, program, terms))
         if nbytes <= max(self._most_bytes, usual.most_device_bytes) and not footprint.is_partial:
             return None
         self._most_bytes = nbytes * _NEXT
@@ -144,7 +149,7 @@ class BatchWatch:
         It is smaller than the one that ran. 0 if not even one sample would have fit, None if that is not known.
         ``alike``: a prediction on batches like the one that did not fit.
         """
-        if alike is not None and alike.method == "states":
+        if alike is not None and alike.curve.method == "states":
             return None
         scaled = replace(budget, free_bytes=int(budget.usable_bytes / ratio), margin_bytes=0)
         size, unit = self.batch_size, self.profile.loader_info.unit
@@ -196,13 +201,13 @@ def failure(watch: BatchWatch, decided: Footprint, measured: Measured | None, **
     smaller = None if watch.is_fixed else watch.would_fit(watch.budget_now(), ratio, alike=alike)
     shapes = watch.shapes, watch.predicted_shapes
     of_larger, trace_at = (larger.footprint, alike.own_trace_at) if larger else (None, watch.profile.trace_at)
-    shares = attempt(lambda: _shares(trace_at((of_larger or decided).batch_size), alike, device)).value
+    shares = attempt(lambda: _shares(trace_at((of_larger or decided).batch_size), alike.curve.settings, device)).value
     return Failure(decided, measured, budget, now, *shapes, smaller, of_larger, shares or (), **found)
 
 
-def _shares(trace: Trace, prediction: Prediction, device: torch.device) -> list[LineShare]:
+def _shares(trace: Trace, settings: AllocatorSettings, device: torch.device) -> list[LineShare]:
     """Lines that hold the memory at the peak, next to what each line really holds, if that is recorded."""
-    shares, actual = shares_at_peak(trace, prediction.settings), or_none(allocated_now, device)
+    shares, actual = shares_at_peak(trace, settings), or_none(allocated_now, device)
     if not actual:
         return shares
     return [replace(share, actual_bytes=actual.get(share.line, 0)) if share.line else share for share in shares]

@@ -78,7 +78,7 @@ class EarlierRuns:
         self, record: EpochRecord, decision: Decision, profile: RunProfile, precision: str, module: str
     ) -> None:
         """Store what an epoch of whole steps has measured, if nothing else was there, and no step was offloaded."""
-        learned, measured, predicted = profile.prediction.learned, record.measured, record.predicted
+        learned, measured, predicted = profile.prediction.terms.learned, record.measured, record.predicted
         if learned is None or not record.has_error or predicted.is_evaluation:
             return
         disturbed = record.offloaded or measured.alloc_retries or measured.ooms or decision.kept
@@ -101,7 +101,7 @@ class EarlierRuns:
         self, there_was: int, decision: Decision, profile: RunProfile, precision: str, module: str
     ) -> None:
         """Store that a step at this size ran out of memory, and how many bytes there were for the run."""
-        learned, predicted = profile.prediction.learned, decision.footprint
+        learned, predicted = profile.prediction.terms.learned, decision.footprint
         if learned is not None and predicted is not None and not predicted.is_evaluation and there_was > 0:
             self._add(predicted, learned.step, (module, precision), there_was, 0, ran_out=True)
 

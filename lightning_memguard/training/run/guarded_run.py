@@ -266,9 +266,9 @@ class GuardedRun:
             self._growth = attempt(lambda: GrowthWatch(self.device, self.module, others)).value
 
     def _watch_batches(self, profile: RunProfile) -> None:
-        runs = {"train" if self.trains else "val": (profile.prediction, self.decision.batch_size)}
-        if profile.validation is not None:
-            runs["val"] = (profile.validation.prediction, profile.validation.batch_size)
+        runs = {"train" if self.trains else "val": (profile.step, self.decision.batch_size)}
+        if profile.validation is not None and profile.evaluation is not None:
+            runs["val"] = (profile.evaluation, profile.validation.batch_size)
         self._watches = {role: attempt(partial(BatchWatch, profile, *run)).value for role, run in runs.items()}
 
     def _show(self, profile: RunProfile) -> None:
@@ -496,7 +496,7 @@ class GuardedRun:
         trainer = self.trainer
         role = "val" if trainer.evaluating or trainer.predicting or trainer.validating else "train"
         watch = self._watches.get(role) or next(filter(None, self._watches.values()), None)
-        watch = watch or BatchWatch(profile, profile.prediction, self.decision.batch_size)
+        watch = watch or BatchWatch(profile, profile.step, self.decision.batch_size)
         elsewhere = attempt(lambda: held_elsewhere(trainer, self.module, error)).value or {}
         found = {"elsewhere": elsewhere, "between_steps": self.measuring.between_steps}
         failed = failure(watch, footprint, attempt(self.measuring.peak_by_part).value, **found)

@@ -133,7 +133,7 @@ class Offloading:
 
     def _rest(self, kind: Kind) -> Offloaded | None:
         if kind not in self._rests:
-            found = attempt(lambda: predict_offloaded(kind.prediction, kind.batch_size)).value
+            found = attempt(lambda: predict_offloaded(kind.program, kind.terms, kind.batch_size)).value
             known = found and replace(found, footprint=self.profile.with_extra(found.footprint))
             self._rests[kind] = None if known and known.footprint.is_partial else known
         return self._rests[kind]

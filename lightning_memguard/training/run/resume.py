@@ -54,7 +54,8 @@ def resume(tuning: Tuning, saved: SavedSizes, settings: GuardSettings) -> Tuning
     # as when a LearningRateFinder restores the checkpoint that it saved
     if profile is None or asdict(saved) == saved_state(tuning):
         return tuning
-    result = attempt(lambda: profile.footprint_at(saved.batch_size))
+    extended = attempt(lambda: profile.extended_to(saved.batch_size)).value or profile
+    result = attempt(lambda: extended.footprint_at(saved.batch_size))
     mine = _obstacle(saved.batch_size, settings, result, profile)
     obstacle = next(filter(None, ranks.gather(mine)), "")
     before = f"the checkpoint was trained at batch size {saved.batch_size}"
@@ -63,7 +64,7 @@ def resume(tuning: Tuning, saved: SavedSizes, settings: GuardSettings) -> Tuning
             return tuning
         return replace(tuning, decision=replace(tuning.decision, reason=f"{before}; {obstacle}"))
     decision = _kept(tuning.decision, profile, saved, settings)
-    return replace(tuning, decision=replace(decision, footprint=result.unwrap()))
+    return replace(tuning, profile=extended, decision=replace(decision, footprint=result.unwrap()))
 
 
 def _obstacle(size: int, settings: GuardSettings, footprint: Attempt[Footprint], profile: RunProfile) -> str:
