@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_memguard import MemGuard
-from lightning_memguard.core.capture.predict import Prediction
+from lightning_memguard.core.capture.curve import Curve
 from lightning_memguard.core.replay.footprint import Footprint, Peak
 from lightning_memguard.training.offload import engine
 from lightning_memguard.training.run import offloading
@@ -159,8 +159,8 @@ def test_a_prediction_that_was_too_low_moves_what_it_had_not_foreseen(
     assert right.decision is not None
     assert right.decision.footprint is not None
     whole = right.decision.footprint.peak_device_bytes
-    own = Prediction.footprint_at
-    monkeypatch.setattr(Prediction, "footprint_at", lambda self, size: scaled(own(self, size), 0.7))
+    own = Curve.footprint_at
+    monkeypatch.setattr(Curve, "footprint_at", lambda self, size: scaled(own(self, size), 0.7))
     guard = MemGuard(budget=int(0.8 * whole), margin=0.0)
     weights, said, module = train(guard, made_batches())
     assert same(plain, weights)
@@ -174,8 +174,8 @@ def test_a_peak_that_was_measured_needs_no_hooks(train: Train, monkeypatch: pyte
     peak = offloading.Measuring.peak
     monkeypatch.setattr(offloading, "_POLL_SECONDS", 0.0)
     monkeypatch.setattr(offloading.Measuring, "peak", lambda self: replace(peak(self), peak_bytes=100 * KIB))
-    own = Prediction.footprint_at
-    monkeypatch.setattr(Prediction, "footprint_at", lambda self, size: scaled(own(self, size), 1.0))
+    own = Curve.footprint_at
+    monkeypatch.setattr(Curve, "footprint_at", lambda self, size: scaled(own(self, size), 1.0))
     right = MemGuard("check", budget="1GiB")
     train(right, made_batches())
     assert right.decision is not None
