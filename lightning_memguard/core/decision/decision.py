@@ -26,6 +26,9 @@ LimitedBy = Literal[
     "max_batch_size",
     "request",
     "checkpoint",
+    "max_steps",
+    "scheduler",
+    "drop_last",
     "last_batch",
     "min_steps_per_epoch",
     "shared_memory",
@@ -38,9 +41,11 @@ LimitedBy = Literal[
     "limit_predict_batches",
     "time",
 ]
-"""Reason why the batch size is not larger. ``request``: MemGuard was not free to choose it. ``checkpoint``: the run
-goes on from one that was trained at it. ``last_batch``: a larger one leaves a last batch of a single sample, which
-batch norm refuses. ``min_steps_per_epoch``: a larger one leaves an epoch fewer optimizer steps. ``shared_memory``: the
+"""Reason why the batch size is not larger. ``request``: it was set, or MemGuard was not free to choose it.
+``checkpoint``: the run goes on from one that was trained at it. ``max_steps``: the Trainer's steps would see more
+samples. ``scheduler``: a schedule counts steps, and does not ask how many there will be. ``drop_last``: a larger one
+leaves out samples that an epoch had. ``last_batch``: a larger one leaves a last batch of a single sample, which batch
+norm refuses. ``min_steps_per_epoch``: a larger one leaves an epoch fewer optimizer steps. ``shared_memory``: the
 loader's workers put batches in /dev/shm, which has no room for larger ones. ``host_memory``: the host has no memory for
 what its workers make of larger batches. ``time``: larger ones are hardly faster. Names of the Trainer's arguments: with
 larger batches, an epoch would have too few of them, or see more samples."""
@@ -181,6 +186,8 @@ class Request:
         dataset_limit: what sets ``dataset_size``: the samples there are, or a setting that needs several batches.
         run_size: the largest size that ``run_limit`` allows, or None.
         prefers_fast: whether the smallest size that is about as fast as the fastest is chosen, instead of the largest.
+        kept_by: why a batch size that fits is kept; None if it may grow. Other limits hold for sizes that are chosen.
+        was_set: whether someone has set the loader's batch size.
         run_limit: what sets ``run_size``: `Limits.min_steps_per_epoch`, a setting that counts batches, shared memory.
     """
 
@@ -198,6 +205,13 @@ class Request:
     run_size: int | None = None
     run_limit: LimitedBy = "min_steps_per_epoch"
     prefers_fast: bool = False
+    kept_by: LimitedBy | None = None
+    was_set: bool = True
+
+    @property
+    def may_grow(self) -> bool:
+        """Whether a batch size that fits may become larger."""
+        return self.free_to_choose and self.kept_by is None
 
     @property
     def smallest_batch_size(self) -> int:
@@ -205,7 +219,7 @@ class Request:
         return up(self.min_batch_size, self.multiple_of)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Decision(Shown):
     """The batch size, and why.
 
@@ -217,8 +231,11 @@ class Decision(Shown):
         footprint: predicted at ``batch_size``; None if no prediction could be made.
         budget: what the device offers; None if it was not read.
         limited_by: what keeps the batch size from being larger.
-        reason: why no size was chosen, why another than planned, or why no prediction could be made, in plain words;
+        because: why no size was chosen, why another than planned, or why no prediction could be made, in plain words;
             empty otherwise.
+        largest_batch_size: the largest that memory and data allow; None if it is not known without further captures, or
+            cannot be changed.
+        was_set: whether someone has set the loader's batch size; a DataLoader that is made without one has 1.
         multiple_of: only multiples of this were chosen from.
         validation_batch_size: samples per batch in the fit's validation: as asked, or the largest that fits; None if
             validation was not predicted.
@@ -240,7 +257,9 @@ class Decision(Shown):
     footprint: Footprint | None
     budget: Budget | None
     limited_by: LimitedBy
-    reason: str = ""
+    because: str = ""
+    largest_batch_size: int | None = None
+    was_set: bool = True
     multiple_of: int = 1
     validation_batch_size: int | None = None
     steps_per_epoch: int | None = None
@@ -253,6 +272,17 @@ class Decision(Shown):
     retries: Retries | None = None
 
     @property
+    def reason(self) -> str:
+        """The batch size, and what set it, or whether it fits: the sentence that is printed."""
+        from lightning_memguard.core.decision.sentence import sentence_of
+
+        return sentence_of(self)
+
+    def __repr__(self) -> str:
+        shown = ("batch_size", "accumulate_grad_batches", "largest_batch_size", "outcome", "limited_by", "reason")
+        return f"Decision({', '.join(f'{name}={getattr(self, name)!r}' for name in shown)})"
+
+    @property
     def pieces(self) -> int:
         """Equal pieces into which each of the loader's batches is divided, with their gradients accumulated; else 1."""
         asked, pieces = self.requested_batch_size, self.requested_batch_size // max(1, self.batch_size)
@@ -261,8 +291,8 @@ class Decision(Shown):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Assumptions of the prediction, in plain words without a full stop; `reason` is not repeated."""
-        return tuple(note for note in (self.footprint.notes if self.footprint else ()) if note not in self.reason)
+        """Assumptions of the prediction, in plain words without a full stop; `because` is not repeated."""
+        return tuple(note for note in (self.footprint.notes if self.footprint else ()) if note not in self.because)
 
     @property
     def verdict(self) -> Verdict:
@@ -278,11 +308,22 @@ class Decision(Shown):
         """Whether the step is known to fit the usable budget; see `verdict`."""
         return self.verdict == "fits"
 
+    @property
+    def is_tight(self) -> bool:
+        """Whether the batch size was cut, or a step is not known to leave a tenth of what the device has free."""
+        if self.footprint is None or self.budget is None or not self.fits:
+            return True
+        most = _TIGHT * self.budget.free_bytes
+        return self.batch_size < self.requested_batch_size or self.footprint.most_device_bytes > most
+
     def would_overrun(self, ratio: float) -> bool:
         """Whether a peak ``ratio`` times the predicted one would pass the whole budget, margin included."""
         if self.footprint is None or self.budget is None:
             return False
         return self.footprint.most_device_bytes * ratio > self.budget.free_bytes
+
+
+_TIGHT = 0.9
 
 
 def verdict(footprint: Footprint, budget: Budget) -> Verdict:
@@ -293,7 +334,7 @@ def verdict(footprint: Footprint, budget: Budget) -> Verdict:
 
 
 def decide(footprint_at: Callable[[int], Footprint], budget: Budget, request: Request) -> Decision:
-    """Choose the largest batch size whose predicted peak fits the budget.
+    """Choose the largest batch size whose predicted peak fits the budget; one that is kept if it fits, is kept.
 
     Args:
         footprint_at: batch size -> footprint. Peaks grow with the size.
@@ -319,12 +360,17 @@ def decide(footprint_at: Callable[[int], Footprint], budget: Budget, request: Re
             budget,
             limited_by,
             multiple_of=step,
+            was_set=request.was_set,
             requested_accumulate_grad_batches=batches,
         )
 
     if not request.free_to_choose:
         return decided(asked, batches, "checked", "request")
-    lowest, highest, bound = _range(request)
+    fits = request.kept_by is not None and bytes_at(asked) <= budget.usable_bytes
+    allowed = asked <= (request.max_batch_size or asked)
+    if request.kept_by and fits and allowed and request.keep_effective_batch_size is None:
+        return decided(asked, batches, "kept", request.kept_by)
+    lowest, highest, bound = _range(request, fits=fits)
     if bytes_at(lowest) > budget.usable_bytes:
         raise _does_not_fit(footprint_at(lowest), budget, request)
     size = largest = _largest(lowest, highest, step, bytes_at, budget.usable_bytes)
@@ -335,8 +381,11 @@ def decide(footprint_at: Callable[[int], Footprint], budget: Budget, request: Re
     return decided(size, accumulate, "kept" if size == asked else "tuned", at_bound if size == largest else "request")
 
 
-def _range(request: Request) -> tuple[int, int, LimitedBy]:
-    """The smallest and largest size to choose from, both multiples of ``multiple_of``, and what sets the largest."""
+def _range(request: Request, *, fits: bool) -> tuple[int, int, LimitedBy]:
+    """The smallest and largest size to choose from, in steps of ``multiple_of``, and what sets the largest.
+
+    ``fits``: whether a batch size that is kept fits; the smallest to choose is no larger than that one.
+    """
     step, lowest, effective = request.multiple_of, request.smallest_batch_size, request.keep_effective_batch_size
     bounds: dict[LimitedBy, int | None] = {
         "memory": _NO_LIMIT,
@@ -345,6 +394,8 @@ def _range(request: Request) -> tuple[int, int, LimitedBy]:
         "max_batch_size": request.max_batch_size,
         "request": None if effective is None else effective // request.ranks,
     }
+    if request.kept_by:
+        lowest, bounds[request.kept_by if fits else "memory"] = min(lowest, request.batch_size), request.batch_size
     highest, bound = min(((most, name) for name, most in bounds.items() if most is not None), key=lambda pair: pair[0])
     if effective is not None and lowest * request.ranks > effective:
         raise MemGuardError(
