@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 
-from lightning_memguard.core.decision.decision import Budget
-from lightning_memguard.core.decision.sentence import retries_words
+from lightning_memguard.core.decision.decision import Budget, retries_words
 from lightning_memguard.core.gpus import Gpu
 from lightning_memguard.core.layers.textbook import ratio_to_peak
 from lightning_memguard.core.replay.footprint import Footprint

@@ -13,8 +13,7 @@ from dataclasses import astuple, dataclass
 from html import escape
 from itertools import groupby
 
-from lightning_memguard.core.decision.decision import Budget, Decision
-from lightning_memguard.core.decision.sentence import part_words
+from lightning_memguard.core.decision.decision import Budget, Decision, part_words
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.core.replay.timeline import PhaseSpan, Timeline
 from lightning_memguard.report.page_data import CurvePoint, shown_parts

@@ -9,9 +9,8 @@ from typing import Literal
 from rich.box import HEAVY_HEAD, Box
 from rich.table import Table
 
-from lightning_memguard.core.decision.decision import Budget, Decision
+from lightning_memguard.core.decision.decision import Budget, Decision, batch_sizes, part_words, prediction_of
 from lightning_memguard.core.decision.record import EpochRecord
-from lightning_memguard.core.decision.sentence import batch_sizes, part_words, prediction_of
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.report.words import at_size, duration, peak_range, peak_words, size_of, step_words
 from lightning_memguard.units import counted, format_bytes

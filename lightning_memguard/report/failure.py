@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from lightning_memguard.core.decision.decision import Budget, Decision, Verdict, verdict
+from lightning_memguard.core.decision.decision import Budget, Decision, Verdict, part_words, verdict
 from lightning_memguard.core.decision.record import Measured
-from lightning_memguard.core.decision.sentence import part_words
 from lightning_memguard.core.device.host import MemoryInfo
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.core.replay.timeline import LineShare

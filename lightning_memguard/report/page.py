@@ -16,9 +16,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightning_memguard.core.decision.decision import Budget, Decision
+from lightning_memguard.core.decision.decision import Budget, Decision, batch_sizes, part_words
 from lightning_memguard.core.decision.record import EpochRecord
-from lightning_memguard.core.decision.sentence import batch_sizes, part_words
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.core.shown import Shown
 from lightning_memguard.errors import MemGuardError

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import os
 import sys
 from collections.abc import Callable, MutableMapping
@@ -180,7 +181,7 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
         given = dict(locals())
         super().__init__()
         _refuse(replaced)
-        self._given = {name: given[name] for name in ("mode", *MemGuard.__init__.__kwdefaults__)}
+        self._given = {name: given[name] for name in _DEFAULTS}
         if mode not in ("tune", "check"):
             raise MemGuardError(f"mode={mode!r} is unknown; choose 'tune' or 'check'.")
         if batch_size not in ("auto", "keep", "largest", "fastest"):
@@ -235,8 +236,7 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
         return self._last_run.decision if self._last_run else self._known_decision
 
     def __repr__(self) -> str:
-        usual: dict[str, object] = {"mode": "tune", **MemGuard.__init__.__kwdefaults__}
-        shown = (f"{name}={value!r}" for name, value in self._given.items() if value != usual[name])
+        shown = (f"{name}={value!r}" for name, value in self._given.items() if value != _DEFAULTS[name])
         return f"{type(self).__name__}({', '.join(shown)})" + (f": {self.decision.reason}" if self.decision else "")
 
     def __getstate__(self) -> dict[str, Any]:
@@ -478,3 +478,7 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
         run, self._run = self._run, None
         if run:
             run.close()
+
+
+_PARAMETERS = inspect.signature(MemGuard.__init__).parameters.values()
+_DEFAULTS = {each.name: each.default for each in _PARAMETERS if each.default is not each.empty}

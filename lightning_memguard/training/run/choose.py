@@ -132,12 +132,12 @@ class Planner:
         decision, chosen = _own_choice(profile, self._settings)
         if profile.request.prefers_fast and profile.request.may_grow and decision.footprint:
             decision, chosen = _fast((decision, chosen), profile, self._settings, self._speed)
-        asked, most = profile.request, self._settings.max_batch_size
+        largest, asked, most = _largest(chosen), profile.request, self._settings.max_batch_size
         by_memory = decision.limited_by in ("memory", "max_batch_size", "last_batch")  # of this rank or another
         is_cut = by_memory and decision.batch_size < asked.batch_size <= (most or asked.batch_size)
         if self._settings.divides and asked.free_to_choose and is_cut:
             decision, chosen = _divided((decision, chosen), profile, self._settings)
-        decision = replace(decision, largest_batch_size=_largest(profile, chosen.prediction))
+        decision = replace(decision, largest_batch_size=largest)
         if self._run.program.gpu is None and self._settings.batch_size != "fastest" and decision.footprint:
             # the CPU's speed would have to be measured, in every fit
             decision = replace(decision, footprint=replace(decision.footprint, timing=None))
@@ -263,15 +263,14 @@ def _divided(cut: Choice, profile: RunProfile, settings: GuardSettings) -> Choic
 _MULTIPLE = 8  # which tensor cores are made for
 
 
-def _largest(profile: RunProfile, known: Prediction) -> int | None:
+def _largest(profile: RunProfile) -> int | None:
     """The largest batch size that memory and data allow; None if that takes captures, or no other can be set."""
-    request = profile.request
-    could = request.free_to_choose or (not request.fixed_because and profile.run.program.trains)
-    if known.growth is None or known.compiles or not known.scalable or not (could and profile.run.program.trains):
+    request, known = profile.request, profile.prediction
+    is_fixed = bool(request.fixed_because) or not profile.run.program.trains
+    if known.growth is None or known.compiles or not known.scalable or is_fixed:
         return None
     free = replace(request, free_to_choose=True, kept_by=None, run_size=None, max_batch_size=None, min_batch_size=1)
-    free = replace(free, keep_effective_batch_size=None)
-    asked = replace(profile, prediction=known, request=free)
+    asked = replace(profile, request=replace(free, keep_effective_batch_size=None))
     try:
         largest = decide(asked.footprint_at, asked.budget, asked.within_host()).batch_size
     except DoesNotFitError:

@@ -119,7 +119,7 @@ class GuardedRun:
         if validation is not None:
             own_size = validation.batch_size
             follows = free and not validation.fixed_because
-            size = (lambda: self._cut(own_size)) if follows else None
+            size = (lambda: self._validation_size(own_size)) if follows else None
             self._undo.append(rewrite(validation, size))
         if not tunes:
             return
@@ -129,9 +129,10 @@ class GuardedRun:
         self._follow()
         self._warn_of_short_search()
 
-    def _cut(self, own_size: int) -> int:
+    def _validation_size(self, own_size: int) -> int:
+        """Return the size to make validation loaders with, 0 to leave them: at their own, whatever a hook reads now."""
         size = self.decision.validation_batch_size or own_size
-        return size if size < own_size else 0
+        return size if size != own_size or self._sized else 0
 
     def _follow(self) -> None:
         """Set the batch size and accumulation that schedules and loggers read."""

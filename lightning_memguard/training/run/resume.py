@@ -56,6 +56,8 @@ def resume(tuning: Tuning, saved: SavedSizes, settings: GuardSettings) -> Tuning
     # as when a LearningRateFinder restores the checkpoint that it saved
     if profile is None or asdict(saved) == saved_state(tuning):
         return tuning
+    if profile.request.kept_by == "request" and saved.batch_size == tuning.decision.batch_size:
+        return tuning
     result = attempt(lambda: profile.footprint_at(saved.batch_size))
     mine = _obstacle(saved.batch_size, settings, result, profile)
     obstacle = next(filter(None, ranks.gather(mine)), "")
