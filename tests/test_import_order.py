@@ -138,7 +138,17 @@ ROOMS = {
         "shadow",
         "program",
     ],
-    "training/data": ["__init__", "copies", "resizing", "sizes_elsewhere", "loaders", "draws", "samples", "workers"],
+    "training/data": [
+        "__init__",
+        "copies",
+        "resizing",
+        "set_sizes",
+        "sizes_elsewhere",
+        "loaders",
+        "draws",
+        "samples",
+        "workers",
+    ],
     "training/planning": [
         "__init__",
         "structure",

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from lightning_memguard.core.decision.decision import Budget, Decision, Verdict, verdict
+from lightning_memguard.core.decision.decision import Budget, Decision, Verdict, part_words, verdict
 from lightning_memguard.core.decision.record import Measured
 from lightning_memguard.core.device.host import MemoryInfo
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.core.replay.timeline import LineShare
 from lightning_memguard.core.trace.kept import Kept, places
 from lightning_memguard.core.trace.trace import Shapes
-from lightning_memguard.report.words import at_size, counted, part_words, peak_words, size_of
-from lightning_memguard.units import MIB, format_bytes
+from lightning_memguard.report.words import at_size, peak_words, size_of
+from lightning_memguard.units import MIB, counted, format_bytes
 
 _MOST_SHAPES = 6
 _MOST_NAMED = 3

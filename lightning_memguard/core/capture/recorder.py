@@ -98,6 +98,7 @@ class Recorder(Storages, TorchDispatchMode):
         self.ran_backward = False
         self.scripted = False  # by TorchScript, which does otherwise in its first run
         self.kept: tuple[Kept, ...] = ()
+        self.counts_steps = False  # a schedule; see `Trace`
         self._work: dict[bool, tuple[int, list[Work]]] = {}  # in which step; by whether the optimizer runs it
         self._first_steps: dict[bool, int] = {}
         self.flops: Counter[str] | None = None  # of products in the forward pass by module, if they are counted
@@ -313,7 +314,7 @@ class Recorder(Storages, TorchDispatchMode):
         answers = self.reads.noted if NOTE in self.assumptions else ()
         # The work of a batch, then of an optimizer step.
         work = tuple(itertools.chain.from_iterable(noted for _, (_, noted) in sorted(self._work.items())))
-        return Trace(*read, kept=self.kept, work=work, answers=answers)
+        return Trace(*read, kept=self.kept, work=work, answers=answers, counts_steps=self.counts_steps)
 
     def _checked(self) -> Iterator[str]:
         lines = [line for line in self._checks if line]

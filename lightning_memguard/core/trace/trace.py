@@ -144,7 +144,8 @@ class Trace:
     `holding` puts blocks. ``shares`` is noted in real runs, and ``seconds`` is the processor time that the run took.
     ``answers`` is noted where something would be compiled.
     ``kept`` is what each batch leaves behind, and ``work`` what one batch and one optimizer step compute. ``recurs``
-    means that its last steps are those in which work recurs.
+    means that its last steps are those in which work recurs. ``counts_steps`` means that a schedule does, and that
+    nothing asked how many there will be.
     """
 
     batch_size: int
@@ -161,6 +162,7 @@ class Trace:
     kept: tuple[Kept, ...] = field(default=(), compare=False)
     work: Sequence[Work] = field(default=(), compare=False, repr=False)
     recurs: bool = field(default=False, compare=False)
+    counts_steps: bool = field(default=False, compare=False)
     answers: Answers = field(default=(), compare=False, repr=False)
 
     def __iter__(self) -> Iterator[Event]:

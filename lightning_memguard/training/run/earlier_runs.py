@@ -20,9 +20,8 @@ from lightning_memguard.core.device.measurements import (
 )
 from lightning_memguard.core.replay.learned import Learned
 from lightning_memguard.errors import MemGuardError
-from lightning_memguard.report.words import counted
 from lightning_memguard.training.facts.ranks import attempt
-from lightning_memguard.units import MIB
+from lightning_memguard.units import MIB, counted
 
 if TYPE_CHECKING:
     from lightning_memguard.core.replay.footprint import Footprint
