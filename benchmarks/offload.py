@@ -174,7 +174,8 @@ REAL: dict[str, Op] = {
     "batch norm": lambda r, x, y, n: F.batch_norm(x.view(3, 4, 4, 3)[:, 1:3], None, None, training=True).sum() * y,
     "attention": lambda r, x, y, n: qkv(x, y),
     "imaginary": lambda r, x, y, n: (
-        torch.complex(x.float(), y.float()).conj().imag.to(x.dtype) * y + torch.complex(x.float(), y.float()).conj().abs().to(x.dtype)
+        torch.complex(x.float(), y.float()).conj().imag.to(x.dtype) * y
+        + torch.complex(x.float(), y.float()).conj().abs().to(x.dtype)
     ),
 }
 COMPLEX: dict[str, Op] = {
@@ -281,6 +282,8 @@ def verdict(what: Program, plain: list[Tensor | None] | str, offloaded: list[Ten
 
 
 FINE = ("same", "the same")
+
+
 def counting(function: Callable[..., None], tally: Counter[str], name: str) -> Callable[..., None]:
     def counted(*args: Any) -> None:
         tally[name] += 1
@@ -317,7 +320,11 @@ def fuzz(count: int, first: int, show: int | None) -> int:
                 print(f"seed {seed}, {name}: {how}\n  {str(plain)[:400]}\n  {str(found)[:400]}")
     for key, number in sorted(tally.items()):
         print(f"{number:>7,}  {key}")
-    wrong = [key for key in tally if not key.startswith((*FINE, "runs", "raises by", "does", "File", "Host")) and "unseen" not in key]
+    wrong = [
+        key
+        for key in tally
+        if not key.startswith((*FINE, "runs", "raises by", "does", "File", "Host")) and "unseen" not in key
+    ]
     return 1 if wrong else 0
 
 
@@ -370,7 +377,11 @@ def trained(make: Callable[[nn.Sequential], Any], pattern: str, lengths: Sequenc
         optimizer.step()
         optimizer.zero_grad()
         moved = max(moved, offload.moved_bytes)
-    return [p.detach().clone() for p in plain.parameters()], moved, torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    return (
+        [p.detach().clone() for p in plain.parameters()],
+        moved,
+        torch._dynamo.utils.counters["stats"]["unique_graphs"],
+    )
 
 
 def compiled() -> int:
@@ -386,7 +397,10 @@ def compiled() -> int:
                 found, moved, other = trained(make, pattern, lengths, **how)
                 equal = all(map(torch.equal, plain, found)) and graphs == other
                 wrong += not (equal and moved)
-                print(f"{make.__name__:<9} {pattern} {lengths!s:<21} {how}: equal {equal}, graphs {graphs} and {other}, moved {moved:,} B", flush=True)
+                print(
+                    f"{make.__name__:<9} {pattern} {lengths!s:<21} {how}: equal {equal}, graphs {graphs} and {other}, moved {moved:,} B",
+                    flush=True,
+                )
     return 1 if wrong else 0
 
 
@@ -440,7 +454,10 @@ def peaks(names: Sequence[str]) -> int:
             off = ours["peak_bytes"] - truth["peak_bytes"]
             errors.append(off)
             row = f"{case.name:<24} {keep_bytes:>12,} {ours['peak_bytes']:>14,} {truth['peak_bytes']:>14,} {off:>+8,}"
-            print(f"{row}   {plain:,} {ours['phase']} {truth['phase']}" + ("" if not off else f" {truth['operator']}"), flush=True)
+            print(
+                f"{row}   {plain:,} {ours['phase']} {truth['phase']}" + ("" if not off else f" {truth['operator']}"),
+                flush=True,
+            )
     print(f"{sum(not each for each in errors)} of {len(errors)} to the byte")
     return 0 if not any(errors) else 1
 

@@ -17,7 +17,7 @@ import torch
 from lightning_memguard.core.foreign import patched
 from lightning_memguard.core.simulation.backward import hooks_of_saved_tensors
 
-Pair = tuple[Callable[[torch.Tensor], object], Callable[[Any], torch.Tensor]]
+Pair = tuple[Callable[[torch.Tensor], object], Callable[[Any], Any]]
 
 
 def put_on(pair: Pair) -> str:
@@ -66,7 +66,7 @@ class _Yielding:
     def end(self, pair: Pair) -> bool:
         """Forget a pair; the result tells whether it is popped at the moment."""
         with self.lock:
-            self.on = [each for each in self.on if each is not pair]
+            self.on.remove(pair)
             if not self.on:
                 self.patches.close()
         popped = getattr(self.popped, "pairs", [])
