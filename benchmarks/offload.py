@@ -16,20 +16,14 @@ cost       microseconds for each saved tensor that stays, and that moves; bytes 
 from __future__ import annotations
 
 import argparse
-import copy
-import gc
-import os
 import random
 import re
 import sys
-import time
 import warnings
-import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,7 +31,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lightning_memguard import estimate, offload_activations
+from lightning_memguard import offload_activations
 from lightning_memguard.training.offload.engine import Offload
 from lightning_memguard.training.offload.tiers import File, Host
 from shared.predicted import predict_here

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from typing_extensions import Self
 
 from lightning_memguard.core.foreign import gaps
+from lightning_memguard.core.isolation.pool import in_child
 from lightning_memguard.training.offload import hooks
 from lightning_memguard.training.offload.saved import Copy, Kept, Layout, Moved, is_small, layout_of
 from lightning_memguard.training.offload.tiers import File, Host, Place, folder, laid_over
@@ -155,7 +156,7 @@ class _Packer:
             for name, value in tensor.__dict__.items():
                 if name == "main_grad" or (isinstance(value, Tensor) and kind in _PLAIN and name not in _OF_FAKES):
                     return f"a parameter has a tensor as its attribute {name}, which a backward pass may ask for"
-        if self.is_on_host and not is_fake and self.tier != "host":
+        if self.is_on_host and self.tier != "host" and not (is_fake or in_child()):
             try:
                 folder()
             except OSError as error:

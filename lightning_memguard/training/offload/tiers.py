@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import io
 import os
 import tempfile
 from collections import deque
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from lightning_memguard.core.device.host import available_memory
+from lightning_memguard.core.isolation.pool import in_child
 from lightning_memguard.training.offload.space import ROUND_BYTES, Space
 from lightning_memguard.units import MIB
 
@@ -74,8 +76,8 @@ class File:
         nbytes = storage.nbytes()
         place = Place(self, self._space, self._space.take(nbytes) or 0, nbytes)
         if not self.is_fake:
-            if self._file is None:
-                self._file = tempfile.TemporaryFile(buffering=0, dir=folder())  # noqa: SIM115 - it outlives this call
+            if self._file is None:  # a child of the engine may write no file, and is there to be watched, not to save
+                self._file = io.BytesIO() if in_child() else tempfile.TemporaryFile(buffering=0, dir=folder())
             self._file.seek(place.offset)
             if device.type == "cpu":
                 _write_all(self._file, storage.data_ptr(), nbytes)
