@@ -118,6 +118,7 @@ ROOMS = {
         "run_facts",
         "ranks",
     ],
+    "training/offload": ["__init__", "space", "tiers", "saved", "hooks", "engine"],
     "training/strategies": [
         "__init__",
         "no_collectives",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import weakref
 from types import TracebackType
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -202,10 +202,11 @@ class _Packer:
             return True  # of another module, or gathered by FSDP for a while
         if not self.is_on_host and owner.device.type == "cpu":
             return True
-        node: Any = owner.grad_fn  # if it casts a parameter, as autocast does, whoever casts holds the result
-        if type(node) is not _CAST:
+        # A cast parameter: whoever casts it, as autocast does, holds the result.
+        if type(owner.grad_fn) is not _CAST:
             return False
-        return isinstance(getattr(node.next_functions[0][0], "variable", None), nn.Parameter)
+        (source, _), *_ = getattr(owner.grad_fn, "next_functions", ((None, 0),))
+        return isinstance(getattr(source, "variable", None), nn.Parameter)
 
     def _fits(self, storage: torch.UntypedStorage) -> bool:
         if self.kept_bytes + storage.nbytes() > self.keep_bytes:

@@ -76,8 +76,9 @@ class File:
         nbytes = storage.nbytes()
         place = Place(self, self._space, self._space.take(nbytes) or 0, nbytes)
         if not self.is_fake:
-            if self._file is None:  # a child of the engine may write no file, and is there to be watched, not to save
-                self._file = io.BytesIO() if in_child() else tempfile.TemporaryFile(buffering=0, dir=folder())
+            if self._file is None:  # a child that captures may write no file: its memory is watched, not saved
+                made = io.BytesIO() if in_child() else tempfile.TemporaryFile(buffering=0, dir=folder())  # noqa: SIM115
+                self._file = made
             self._file.seek(place.offset)
             if device.type == "cpu":
                 _write_all(self._file, storage.data_ptr(), nbytes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import os
 import random
 import resource
@@ -81,7 +82,7 @@ def test_spans_never_overlap_and_merge_when_all_are_given_back():
             nbytes = draw.randint(1, 20_000)
             offset = space.take(nbytes)
             ends = sorted((start, start + size) for start, size in [*taken.items(), (offset, nbytes)])
-            assert all(a[1] <= b[0] for a, b in zip(ends, ends[1:], strict=False))
+            assert all(a[1] <= b[0] for a, b in itertools.pairwise(ends))
             taken[offset] = nbytes
     space.freed.extend(taken.items())
     assert space.take(1) == 0
