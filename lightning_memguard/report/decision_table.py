@@ -242,9 +242,12 @@ def why(decision: Decision) -> str:
     change = f"Batch size {now} (was {was})" if size != asked else f"Batch size {now}, as requested"
     batch = f"The largest of the batches drawn ({footprint.batch})" if footprint.batch else f"Batch size {now}"
     if decision.verdict == "unknown":
+        least = format_bytes(footprint.peak_device_bytes)
+        takes = (
+            f"Without its activations it takes {least}" if footprint.is_partial else f"It takes {peak_range(footprint)}"
+        )
         return (
-            f"{batch} is unchanged, and whether it fits is unknown{': ' if reason else ''}{reason}. Without "
-            f"its activations it takes {format_bytes(footprint.peak_device_bytes)} of the "
+            f"{batch} is unchanged, and whether it fits is unknown{': ' if reason else ''}{reason}. {takes} of the "
             f"{format_bytes(budget.usable_bytes)} usable."
         )
     is_tuned = decision.outcome == "tuned"

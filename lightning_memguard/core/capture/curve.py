@@ -289,10 +289,13 @@ class Curve:
 
     def _with_doubt(self, guessed: Footprint) -> Footprint:
         """Widen a footprint that no capture has checked: at most, the batch's share grows with the size squared."""
-        near = max(self.proven_sizes)
+        small, near = [0, *sorted(self.proven_sizes)][-2:]
         times = max(1.0, guessed.batch_size / near)
         grown = self.footprint_at(near)
-        of_batch = grown.peak_allocated_bytes - sum(grown.parts[part] for part in _STATIC)
+        of_batch = _beyond_states(grown, grown.peak_allocated_bytes)
+        if small:  # constants, and what an epoch leaves, do not differ between two sizes
+            rise = grown.peak_allocated_bytes - self.footprint_at(small).peak_allocated_bytes
+            of_batch = min(of_batch, max(0, rise) * near // (near - small))
         more = grown.peak_allocated_bytes + int(of_batch * (times**2 - 1)) - guessed.highest.allocated_bytes
         note = f"not captured at this size: at most as if what belongs to the batch grew with its square from {near}"
         return guessed.doubted("unchecked", guessed.highest.plus(max(0, more)), note=note)
@@ -304,10 +307,11 @@ class Curve:
 
     def _with_unknown_values(self, found: Footprint) -> Footprint:
         """Widen a footprint by what other values may change, since no capture has shown how much that is."""
-        of_batch = found.peak_allocated_bytes - sum(found.parts[part] for part in _STATIC)
         if self.method == "real":
+            of_batch = _beyond_states(found, found.peak_allocated_bytes)
             other, most = found.highest.plus(of_batch), "as if what belongs to the batch took twice as much"
         else:
+            of_batch = _beyond_states(found, found.lowest.allocated_bytes)
             other, most = found.lowest.plus(-of_batch), "with results as large as their operators can make them"
         return found.doubted("one draw", other, note=f"other values were not tried: at most {most}")
 
@@ -328,6 +332,11 @@ class Curve:
             ratio = (at_near.peak_allocated_bytes - static) / max(1, there.peak_allocated_bytes - static)
             more = int(ratio * (here - there.peak_allocated_bytes))
         return replace(at_near.plus(more, "activations"), batch_size=batch_size)
+
+
+def _beyond_states(found: Footprint, allocated_bytes: int) -> int:
+    """Bytes of a peak that are neither the model's nor its optimizer's."""
+    return max(0, allocated_bytes - sum(found.parts[part] for part in _STATIC))
 
 
 def _with_range(most: Footprint, found: Sequence[Footprint], ceiling: Footprint | None) -> Footprint:

@@ -132,7 +132,7 @@ class Surveyor:
         try:
             return curve.with_captured(batch_size, self._captured(curve, batch_size))
         except CaptureFailedError as error:
-            if is_real:
+            if is_real and not isinstance(error, OutOfTimeError):
                 gap = Gap("not run" if error.out_of_memory else "failed", _reason(curve.method, error))
                 return self._with_gap(curve, batch_size, gap)
             if not isinstance(error, OutOfTimeError) or not curve.captured:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from lightning_memguard.core.replay.footprint import Footprint
@@ -288,7 +288,8 @@ class Decision(Shown):
 def verdict(footprint: Footprint, budget: Budget) -> Verdict:
     """Whether a step fits a budget, as far as its memory is known."""
     if footprint.most_device_bytes > budget.usable_bytes:
-        return "does not fit"
+        cut = footprint.is_cut and footprint.lowest.device_bytes <= budget.usable_bytes
+        return "unknown" if cut else "does not fit"
     return "unknown" if footprint.is_partial else "fits"
 
 
@@ -325,14 +326,21 @@ def decide(footprint_at: Callable[[int], Footprint], budget: Budget, request: Re
     if not request.free_to_choose:
         return decided(asked, batches, "checked", "request")
     lowest, highest, bound = _range(request)
-    if bytes_at(lowest) > budget.usable_bytes:
-        raise _does_not_fit(footprint_at(lowest), budget, request)
-    size = largest = _largest(lowest, highest, step, bytes_at, budget.usable_bytes)
+    fits = bytes_at(lowest) <= budget.usable_bytes
+    size = largest = _largest(lowest, highest, step, bytes_at, budget.usable_bytes) if fits else lowest
     accumulate = batches
+    too_large = min(largest + step, highest) if fits else lowest
+    if size < asked <= highest and footprint_at(too_large).is_cut and verdict(footprint_at(asked), budget) == "unknown":
+        return replace(decided(asked, batches, "kept", "request"), reason=_CUT)  # a deadline shrinks no batch
+    if not fits:
+        raise _does_not_fit(footprint_at(lowest), budget, request)
     if request.keep_effective_batch_size is not None:
         size, accumulate = _split(largest, request, request.keep_effective_batch_size)
     at_bound: LimitedBy = bound if largest + step > highest else "memory"
     return decided(size, accumulate, "kept" if size == asked else "tuned", at_bound if size == largest else "request")
+
+
+_CUT = "time was up (max_setup_seconds) before captures could tell"
 
 
 def _range(request: Request) -> tuple[int, int, LimitedBy]:

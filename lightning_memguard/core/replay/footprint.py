@@ -176,6 +176,11 @@ class Footprint(Shown):
         return max(self.peak_device_bytes, self.highest.device_bytes - self.yielding_bytes)
 
     @property
+    def is_cut(self) -> bool:
+        """Whether the deadline left out captures that would have told more."""
+        return any(doubt.kind in ("unchecked", "one draw") for doubt in self.doubts)
+
+    @property
     def is_partial(self) -> bool:
         """Whether the step could not be run: its activations are unknown, and the peak is more than predicted."""
         return self.method == "states"

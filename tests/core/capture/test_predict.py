@@ -680,7 +680,7 @@ def test_what_was_captured_until_the_deadline_is_used_with_a_range(time_is_up: C
     assert "time was up (max_setup_seconds): the step was captured at batch size 4, 8 alone" in prediction.curve.notes
     for found in (prediction.footprint_at(64), pickle.loads(pickle.dumps(prediction.curve.packed())).footprint_at(64)):
         assert (found.peak_allocated_bytes, found.low.allocated_bytes) == (peak(64), peak(64))
-        assert found.high.allocated_bytes == 256 + (peak(8) - 256) * 8**2
+        assert found.high.allocated_bytes == peak(8) + 8 * 48 * (8**2 - 1), "48 bytes a sample"
         assert found.notes[-1].endswith("grew with its square from 8")
     assert prediction.footprint_at(8).high is None
 
@@ -692,7 +692,7 @@ def test_a_size_asked_for_after_the_deadline_is_extrapolated_with_a_range(time_i
         time_is_up()
         found = prediction.footprint_at(32)
     assert found.peak_allocated_bytes == peak(32)
-    assert found.high.allocated_bytes == 256 + (peak(16) - 256) * 2**2
+    assert found.high.allocated_bytes == peak(16) + 16 * 48 * (2**2 - 1)
     assert any(
         note.endswith("extrapolated from batch size 16: time was up (max_setup_seconds)") for note in found.notes
     )
@@ -745,6 +745,34 @@ def test_largest_results_that_the_deadline_lets_no_real_step_check_are_the_upper
     assert found.low.allocated_bytes < whole.peak_allocated_bytes
     assert found.high.allocated_bytes >= whole.peak_allocated_bytes
     assert "other values were not tried: at most with results as large as their operators can make them" in found.notes
+
+
+def test_what_a_deadline_leaves_open_is_bounded_by_what_grew_between_two_sizes(time_is_up: Callable[..., int]) -> None:
+    """Of 1 MiB that the step makes whatever its batch, none grows with the square; no range begins below zero."""
+
+    def with_constants(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        constant = torch.zeros(1 << 18)
+        return plain(model, x) + constant.sum()
+
+    program = program_of(with_constants)
+    with until_deadline(program, next_size=time_is_up):
+        prediction = predict(program, 64, EXACT).proven_at(64)
+    found, whole = prediction.footprint_at(64), predict(program, 64, EXACT).footprint_at(64)
+    assert found.is_cut
+    assert found.lowest.allocated_bytes <= whole.peak_allocated_bytes <= found.high.allocated_bytes < 2 << 20
+
+
+def test_real_steps_that_the_deadline_leaves_out_at_the_size_asked_for_do_not_fail(
+    time_is_up: Callable[..., int],
+) -> None:
+    program = program_of(more_layers_for_larger_values, batches=drawn())
+    with until_deadline(program):
+        prediction = predict(program, 16, EXACT)
+        time_is_up()
+        found = prediction.footprint_at(20)
+        assert prediction.proven_at(20) is prediction
+    assert found.is_cut
+    assert "extrapolated from batch size" in " ".join(found.notes)
 
 
 def test_nothing_is_predicted_if_nothing_was_captured_until_the_deadline(time_is_up: Callable[..., int]) -> None:
