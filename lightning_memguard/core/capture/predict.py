@@ -118,26 +118,24 @@ class Surveyor:
         """Return the curve with what it needs to be asked at a size: captures there, or why there are none.
 
         Raises:
-            CaptureFailedError: the step cannot be captured there.
+            CaptureFailedError: the step cannot be captured there, and is not known at any other size.
         """
         later = curve.unfrozen
         if later is not None and not later.knows(batch_size) and (unfrozen := self.program.unfrozen()):
             curve = replace(curve, unfrozen=Surveyor(unfrozen).extend(later, batch_size))
         if curve.knows(batch_size) or batch_size in curve.gaps:
             return curve
-        is_real = curve.method == "real"
-        if is_real and not _may_run(curve, batch_size):
+        if curve.method == "real" and not _may_run(curve, batch_size):
             why = "the step was not run: it would take too long, or too much"
             return self._with_gap(curve, batch_size, Gap("not run", why))
         try:
             return curve.with_captured(batch_size, self._captured(curve, batch_size))
         except CaptureFailedError as error:
-            if is_real and not isinstance(error, OutOfTimeError):
-                gap = Gap("not run" if error.out_of_memory else "failed", _reason(curve.method, error))
-                return self._with_gap(curve, batch_size, gap)
-            if not isinstance(error, OutOfTimeError) or not curve.captured:
+            is_late = isinstance(error, OutOfTimeError)
+            if not curve.captured or not (curve.scalable or curve.method == "real" or is_late):
                 raise
-            return self._with_gap(curve, batch_size, Gap("late", str(error)))
+            gap = Gap("not run" if error.out_of_memory else "failed", _reason(curve.method, error))
+            return self._with_gap(curve, batch_size, Gap("late", str(error)) if is_late else gap)
 
     def _with_gap(self, curve: Curve, batch_size: int, gap: Gap) -> Curve:
         """Note why there is no capture; the sizes to extrapolate from get all variants."""
@@ -552,7 +550,7 @@ def _with_least(captures: Captures, program: Program, worst: Curve) -> Curve:
 def _by_variants(known: Curve, variants: tuple[Variant, ...], note: str) -> Curve:
     """Capture some variants at each size; what was predicted so far is the most that they can take."""
     ceiling = known.ceiling or known.growth
-    known = replace(known, growth=None, captured={}, ceiling=ceiling, scalable=known.scalable and ceiling is not None)
+    known = replace(known, growth=None, captured={}, proofs={}, ceiling=ceiling)
     return replace(known, variants=variants, notes=(*known.notes, note))
 
 
