@@ -48,6 +48,8 @@ FAKE_SIZES = (4, 8, 16, 32)
 REAL_SIZES = (2, 4, 8)
 VARIANTS = tuple(map(Variant, range(4)))  # at each size
 _UNEVEN_DRAWS = range(1, 9)  # if the samples differ in size
+_SEEDS = tuple(map(Variant, range(1, 9)))  # if the step draws random numbers
+_TELLING = 3  # of them tell whether sizes depend on them
 SHARED_VARIANTS = tuple(map(Variant, range(8)))  # at one small size
 _WAYS: tuple[Method, ...] = ("fake", "worst-case", "real")
 _CHECKED = 3  # sizes that check how a step grows
@@ -340,7 +342,7 @@ def _predicted(captures: Captures, program: Program, known: Curve, batch_size: i
             if traces[0].has_note("values later") and device_to_run_on(program, fake=False).type == program.device.type:
                 with contextlib.suppress(CannotTraceError):
                     return _real(captures, program, known, batch_size)
-            found = _uneven(program, found, batch_size) or found
+            found = _uneven(program, found, batch_size) or _drawn(captures, program, found)
             if method == "worst-case":
                 return _sampled(captures, program, found, batch_size) or _with_least(captures, program, found)
             return found
@@ -490,6 +492,31 @@ def _uneven(program: Program, known: Curve, batch_size: int) -> Curve | None:
         return Surveyor(program).extend(found, batch_size)
     except Exception:  # noqa: BLE001 - the user's collate function may raise anything
         return None
+
+
+def _drawn(captures: Captures, program: Program, known: Curve) -> Curve:
+    """Predict a step that draws sizes (of its images, of how many layers run) under several seeds.
+
+    The one that takes the most is predicted, as an epoch draws far more often than captures do.
+    """
+    first = next(iter(known.captured.values()))[0]
+    if known.growth is None or not first.draws:
+        return known
+    size, *others = known.growth.sizes[:3]
+    try:
+        found = _all_captured(captures, program, [size], known.method, _SEEDS[:_TELLING])
+        if all(trace.events == known.captured[size][0].events for trace in found):
+            return known  # it draws values, not sizes
+        found += _all_captured(captures, program, [size], known.method, _SEEDS[_TELLING:])
+        pairs = sorted(zip(map(_most_alive, found), _SEEDS, strict=True), key=lambda pair: pair[0])
+        ends = [
+            _all_captured(captures, program, [size, *others], known.method, [seed]) for _, seed in (pairs[0], pairs[-1])
+        ]
+        least, most = map(grow, ends)
+    except CannotTraceError as error:
+        note = f"the step draws random numbers, and what others change was not captured: {error}"
+        return replace(known, notes=(*known.notes, note))
+    return replace(_from(known, known.method, ends[1], most), drawn=(least,), variants=(pairs[-1][1],))
 
 
 def _weights(program: Program, known: Curve, batch_size: int, draws: Sequence[int]) -> tuple[float, float]:

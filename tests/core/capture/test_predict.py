@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import random
 import threading
 import warnings
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from dataclasses import dataclass, replace
 from time import monotonic
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -610,6 +612,54 @@ def test_a_mask_that_keeps_half_of_a_real_batch_is_given_half_of_any_size():
     assert "some tensors are as large as the values in a batch make them: predicted from 8 batches of 16" in " ".join(
         prediction.footprint_at(100).notes
     )
+
+
+# Random numbers that a step draws
+
+
+def resizes(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """Makes 1 to 8 rows of each sample, as multi-scale training makes smaller and larger images of it."""
+    return plain(model, x.repeat_interleave(random.randint(1, 8), 0))
+
+
+def drops_layers(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return sum(model(x).tanh().sum() for layer in range(4) if layer == 0 or random.random() < 0.5)
+
+
+def passes(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return sum(model(x).tanh().sum() for _ in range(int(np.random.randint(1, 5))))
+
+
+def mixes(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return plain(model, random.random() * x)
+
+
+@pytest.mark.parametrize("step", [resizes, drops_layers, passes])
+def test_sizes_that_a_step_draws_are_predicted_at_their_largest_whatever_the_seed(step: Any) -> None:
+    found = []
+    for seed in (0, 3):
+        random.seed(seed)
+        np.random.seed(seed)
+        prediction = predicted(step)
+        assert prediction.proven_at(50) is prediction, "captured with the numbers that were predicted"
+        found.append(prediction.footprint_at(50))
+    first, second = found
+    assert first == second
+    assert [doubt.kind for doubt in first.doubts] == ["draws"]
+    assert first.lowest.allocated_bytes < first.peak_allocated_bytes < first.highest.allocated_bytes
+    assert "the memory of a step depends on random numbers that it draws" in first.notes[-1]
+
+
+def test_the_largest_size_that_a_step_can_draw_is_within_its_range() -> None:
+    def largest(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return plain(model, x.repeat_interleave(8, 0))
+
+    found, most = predicted(resizes).footprint_at(50), predicted(largest).footprint_at(50)
+    assert found.lowest.allocated_bytes < most.peak_allocated_bytes <= found.highest.allocated_bytes
+
+
+def test_random_numbers_that_change_no_size_make_no_range() -> None:
+    assert predicted(mixes).footprint_at(50).doubts == ()
 
 
 # What grows from step to step
