@@ -148,12 +148,12 @@ def trainer() -> Callable[..., pl.Trainer]:
 
 @pytest.fixture
 def tuned() -> Callable[..., Tuning]:
-    """Everything that happens at setup, without the fit."""
+    """Everything that happens at setup of a run that may grow, without the fit."""
 
     def run(trainer: pl.Trainer, module: pl.LightningModule, dataset: TensorDataset, **settings: Any) -> Tuning:
         trainer.strategy.connect(module)
         trainer._data_connector.attach_data(module, DataLoader(dataset, batch_size=10))
-        return tune(trainer, module, MemGuard(**settings)._settings)
+        return tune(trainer, module, MemGuard(**{"batch_size": "largest", **settings})._settings)
 
     return run
 

@@ -12,7 +12,7 @@ from typing_extensions import Self
 from lightning_memguard.core.range import Range
 from lightning_memguard.core.trace.kept import Kept
 from lightning_memguard.core.trace.scratch import Block, Moment, Plans, Scratch, likely_bytes
-from lightning_memguard.core.trace.work import Work
+from lightning_memguard.core.trace.work import TRANSFER, Work
 
 Action = Literal["alloc", "free"]
 
@@ -144,7 +144,8 @@ class Trace:
     `holding` puts blocks. ``shares`` is noted in real runs, and ``seconds`` is the processor time that the run took.
     ``answers`` is noted where something would be compiled; ``draws`` if the step drew numbers that sizes may depend on.
     ``kept`` is what each batch leaves behind, and ``work`` what one batch and one optimizer step compute. ``recurs``
-    means that its last steps are those in which work recurs.
+    means that its last steps are those in which work recurs. ``counts_steps`` means that a schedule does, and that
+    nothing asked how many there will be.
     """
 
     batch_size: int
@@ -161,6 +162,7 @@ class Trace:
     kept: tuple[Kept, ...] = field(default=(), compare=False)
     work: Sequence[Work] = field(default=(), compare=False, repr=False)
     recurs: bool = field(default=False, compare=False)
+    counts_steps: bool = field(default=False, compare=False)
     answers: Answers = field(default=(), compare=False, repr=False)
     draws: bool = field(default=False, compare=False)
 
@@ -193,6 +195,11 @@ class Trace:
         held = [Event("alloc", block, size, part, "setup") for block, (part, size) in enumerate(blocks, first)]
         events = (*self.events[:place], *held, *self.events[place:])
         return replace(self, events=events, kernels=(), scratch_spans=())
+
+    @property
+    def moved_bytes(self) -> int:
+        """Activations of a batch that wait on the host for their backward pass, in bytes."""
+        return int(sum(each.nbytes * each.calls for each in self.work if each.kind == TRANSFER))
 
     def __len__(self) -> int:
         return len(self.events)

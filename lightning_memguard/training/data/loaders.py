@@ -23,6 +23,7 @@ from lightning_memguard.errors import CannotTraceError
 from lightning_memguard.training.adapter import loader_access, stand_ins
 from lightning_memguard.training.data import resizing
 from lightning_memguard.training.data.copies import preserve_state
+from lightning_memguard.training.data.set_sizes import sets_its_size
 from lightning_memguard.training.facts.lightning_types import lightning_of
 from lightning_memguard.training.facts.ranks import warn
 from lightning_memguard.training.facts.run_facts import LIMIT_NAMES, Role, RunFacts
@@ -42,6 +43,7 @@ class Source:
         fixed_because: why the batch size cannot be changed; empty if it can.
         ranks: how many the Trainer will spread its samples over.
         end: how many samples a stream without a length has, if its end was reached.
+        was_set: whether someone has set the batch size.
     """
 
     held: list[Iterable[Any]]
@@ -49,6 +51,7 @@ class Source:
     fixed_because: str = ""
     ranks: int = 1
     end: int | None = None
+    was_set: bool = True
 
     @property
     def loader(self) -> Iterable[Any]:
@@ -138,6 +141,11 @@ class LoaderInfo:
     def batch_size(self) -> int:
         """Samples a batch; of several loaders, the smallest: the others keep their ratio to it. 0 if unknown."""
         return min((source.batch_size for source in self.sources if source.batch_size), default=0)
+
+    @property
+    def was_set(self) -> bool:
+        """Whether someone has set the batch size of any loader: the others keep their ratio to it."""
+        return any(source.was_set for source in self.sources)
 
     @property
     def full_size(self) -> int:
@@ -237,7 +245,8 @@ def source_of(loader: Iterable[Any], origin: str, ranks: int = 1, *, recreated: 
     """Read one loader; Lightning divides its samples among ``ranks``, or recreates it for another reason."""
     with preserve_state(loader):
         fixed, size = resizing.why_fixed(loader, origin, recreated=recreated), resizing.batch_size_setting(loader)
-        return Source([loader], size, fixed, ranks if isinstance(loader, DataLoader) else 1)
+        ranks = ranks if isinstance(loader, DataLoader) else 1
+        return Source([loader], size, fixed, ranks, was_set=size != 1 or sets_its_size(loader))
 
 
 def _has_length(source: Source) -> bool:
@@ -335,6 +344,17 @@ def leaves_one(info: LoaderInfo, batch_size: int) -> bool:
 
     sources = [source for source in info.sources if rest(source, source.batch_size) != 1]
     return any(rest(source, info.size_of(source, batch_size)) == 1 for source in sources)
+
+
+def leaves_out(info: LoaderInfo, batch_size: int) -> bool:
+    """Whether ``drop_last`` leaves out samples at a larger batch size that an epoch has at the user's own."""
+
+    def seen(source: Source, size: int) -> int:
+        return (source.batches(size) or 0) * size
+
+    dropping = [source for source in info.sources if resizing.drops_last(source.loader)]
+    larger = [(source, size) for source in dropping if (size := info.size_of(source, batch_size)) > source.batch_size]
+    return any(seen(source, size) < seen(source, source.batch_size) for source, size in larger)
 
 
 def rewrite_loaders(

@@ -18,11 +18,10 @@ from lightning_memguard.core.layers.layers import LayerTable, layer_table
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.errors import CannotTraceError, DoesNotFitError, MemGuardError
 from lightning_memguard.report.page import html_of
-from lightning_memguard.report.words import counted
 from lightning_memguard.training.planning.search import largest_that_runs, with_retries
 from lightning_memguard.training.planning.subject import Subject, lightning_program, predicted
 from lightning_memguard.training.planning.target import target_and_budget, target_of
-from lightning_memguard.units import format_bytes
+from lightning_memguard.units import counted, format_bytes
 
 _MOST_SAMPLES = 1_000_000  # no training takes more at once
 

@@ -25,6 +25,7 @@ def largest_that_runs(
     *,
     footprint_at: Callable[[Prediction, int], Footprint] = Prediction.footprint_at,
     refused_by: Refusal = lambda _: None,
+    preferred: int = 1,
 ) -> tuple[Decision, Prediction]:
     """Decide, and capture the step at the chosen size; if it fails there, a multiple of 2, 4, ... may run.
 
@@ -34,6 +35,7 @@ def largest_that_runs(
         request: what was asked for.
         footprint_at: a prediction and a batch size -> what to compare with the budget.
         refused_by: what forbids a batch size, so that the next smaller one is tried; None if nothing does.
+        preferred: a larger batch size is a multiple of this where that costs less than 3 %.
 
     Returns:
         The decision, and the prediction that it is made from: another than was passed if the capture disagreed.
@@ -49,10 +51,14 @@ def largest_that_runs(
         # what is refused gives way to the next smaller size
         while request.free_to_choose and size - step >= request.min_batch_size and (by := refused_by(size)):
             size, limit = size - step, by
+        if request.may_grow and limit not in ("dataset", "max_batch_size", "request"):
+            size = _preferred(size, math.lcm(step, preferred), request.batch_size, refused_by)
         if size == decision.batch_size:
             return decision
         smaller = decide(partial(footprint_at, prediction), budget, replace(request, max_batch_size=size))
-        return replace(smaller, limited_by=limit if smaller.batch_size == size else decision.limited_by)
+        multiple = math.lcm(step, preferred) if size % math.lcm(step, preferred) == 0 else step
+        limited_by = limit if smaller.batch_size == size else decision.limited_by
+        return replace(smaller, limited_by=limited_by, multiple_of=multiple)
 
     failures: list[StepFailsError] = []
     if prediction.curve.compiles and request.free_to_choose:
@@ -76,6 +82,15 @@ def largest_that_runs(
             decision = decided(proven, capped)
         return with_retries(decision, proven), proven
     raise failures[0]
+
+
+def _preferred(size: int, multiple: int, asked: int, refused_by: Refusal) -> int:
+    """Return a multiple of a number that is hardly smaller than a larger batch size; else the size itself."""
+    multiples = range(size // multiple * multiple, max(asked, math.ceil(size * _HARDLY_LESS) - 1), -multiple)
+    return next((each for each in multiples if each == size or not refused_by(each)), size)
+
+
+_HARDLY_LESS = 0.97
 
 
 def smallest_fast(seconds_at: Callable[[int], float], request: Request, largest: int) -> int:

@@ -25,7 +25,6 @@ from lightning_memguard.core.replay.learned import Learned
 from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.core.simulation.fake_cuda import simulated_cuda
 from lightning_memguard.errors import CannotTraceError, MemGuardError
-from lightning_memguard.report.words import counted
 from lightning_memguard.training.adapter.loader_access import set_data_source
 from lightning_memguard.training.adapter.program import LightningProgram
 from lightning_memguard.training.data.loaders import LoaderInfo, find
@@ -35,7 +34,7 @@ from lightning_memguard.training.facts.run_facts import data_ranks, read_run_fac
 from lightning_memguard.training.planning.target import Target
 from lightning_memguard.training.strategies import deepspeed, fabric
 from lightning_memguard.training.strategies.sharded import CAPTURED, Layout, communicators
-from lightning_memguard.units import format_bytes
+from lightning_memguard.units import counted, format_bytes
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningDataModule, LightningModule, Trainer

@@ -27,7 +27,7 @@ from lightning_memguard.core.trace.trace import Trace
 from lightning_memguard.errors import CannotTraceError, MemGuardError
 from lightning_memguard.training.facts.ranks import attempt
 from lightning_memguard.training.planning.layouts import shardings_for
-from lightning_memguard.training.planning.remedies import Remedy, checkpointing, precisions
+from lightning_memguard.training.planning.remedies import Remedy, checkpointing, offloading, precisions
 from lightning_memguard.training.planning.structure import Structure
 from lightning_memguard.training.planning.subject import MakeOptimizer, Step, Subject, program_of, subject_of
 from lightning_memguard.training.planning.target import Target, target_and_budget
@@ -300,7 +300,8 @@ def _remedies(subject: Subject, place: _Place) -> Iterator[tuple[Remedy, ...]]:
     program = program_of(subject, place.target)
     several = subject.devices * subject.nodes > 1 and subject.runs_in_lightning
     ways: Sequence[Any] = [*_shardings(subject, place)] if several else [None]
-    blocks = [None, *checkpointing(program.inspect(Structure.of))][:2] if not several else [None]
+    inside = [*checkpointing(program.inspect(Structure.of))][:1] if not several else []
+    blocks = [None, *inside, offloading(program)]
     for combined in itertools.product(ways, [None, *precisions(program)], blocks):
         yield tuple(filter(None, combined))
 

@@ -14,14 +14,14 @@ from lightning_memguard.core.decision.decision import Decision, LimitedBy, Reque
 from lightning_memguard.core.replay.alternatives import VARIABLE
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.core.replay.seconds import Speed
-from lightning_memguard.errors import CannotTraceError, MemGuardError
+from lightning_memguard.errors import CannotTraceError, DoesNotFitError, MemGuardError
 from lightning_memguard.training.adapter.callbacks import schedules_accumulation
-from lightning_memguard.training.data.loaders import leaves_one, spoiled_by
+from lightning_memguard.training.data.loaders import leaves_one, leaves_out, spoiled_by
 from lightning_memguard.training.facts.ranks import Attempt, Ranks, attempt
 from lightning_memguard.training.planning.advise import setting_that_saves
 from lightning_memguard.training.planning.search import largest_that_runs, smallest_fast
 from lightning_memguard.training.run.guard_settings import GuardSettings
-from lightning_memguard.training.run.profile import Reading, Run, RunProfile, ValidationRun, profile_of
+from lightning_memguard.training.run.profile import MOST_IN_A_BATCH, Reading, Run, RunProfile, ValidationRun, profile_of
 from lightning_memguard.training.run.progress import SetupLine
 from lightning_memguard.units import format_bytes
 
@@ -52,7 +52,7 @@ class Planner:
         self._profile = None if isinstance(known, Reading) else known
         self._run: Run = known.run
         # a child has one thread, and this process none of the child's
-        self._speed = speed_here(self._run.program.gpu) if settings.prefer == "smallest_fast" else None
+        self._speed = speed_here(self._run.program.gpu) if settings.batch_size == "fastest" else None
         self._captures: Captures | None = None
         self._open = ExitStack()
         self._child = trusted_child(self._work, while_waiting=lambda: line.show(self._child.doing))
@@ -105,14 +105,15 @@ class Planner:
         self._captured_profile()  # with its captures open
         profile = known.unpacked().attached_to(self._run)
         decision, chosen = _own_choice(profile, self._settings)
-        if profile.request.prefers_fast and decision.footprint:
+        if profile.request.prefers_fast and profile.request.may_grow and decision.footprint:
             decision, chosen = _fast((decision, chosen), profile, self._settings, self._speed)
-        asked, most = profile.request, self._settings.max_batch_size
+        largest, asked, most = _largest(chosen), profile.request, self._settings.max_batch_size
         by_memory = decision.limited_by in ("memory", "max_batch_size", "last_batch")  # of this rank or another
         is_cut = by_memory and decision.batch_size < asked.batch_size <= (most or asked.batch_size)
         if self._settings.divides and asked.free_to_choose and is_cut:
             decision, chosen = _divided((decision, chosen), profile, self._settings)
-        if self._run.program.gpu is None and self._settings.prefer == "largest" and decision.footprint:
+        decision = replace(decision, largest_batch_size=largest)
+        if self._run.program.gpu is None and self._settings.batch_size != "fastest" and decision.footprint:
             # the CPU's speed would have to be measured, in every fit
             decision = replace(decision, footprint=replace(decision.footprint, timing=None))
         return decision, chosen.detached()
@@ -129,15 +130,18 @@ def choose(profile: RunProfile, ranks: Ranks, planner: Planner) -> Choice:
     limit: LimitedBy = "memory"
     for _ in range(_MOST_ROUNDS):
         decision, chosen = ranks.agree(planner.choose(asked))
-        proposals = ranks.gather((decision.batch_size, decision.validation_batch_size or 0, decision.limited_by))
-        sizes = [(size, size_val) for size, size_val, _ in proposals]
+        largest = decision.largest_batch_size
+        mine = decision.batch_size, decision.validation_batch_size or 0, decision.limited_by, largest
+        proposals = ranks.gather(mine)
+        sizes = [(size, size_val) for size, size_val, *_ in proposals]
         least, least_val = min(size for size, _ in sizes), min(size for _, size in sizes)
         if all(size == (least, least_val) for size in sizes):
             most = profile.request.max_batch_size
             if len(sizes) > 1 and decision.limited_by == "max_batch_size" and (not most or decision.batch_size < most):
                 decision = replace(decision, limited_by=limit)  # what limited the rank that set the size
-            return decision, chosen
-        limit = "time" if (least, "time") in [(size, by) for size, _, by in proposals] else limit
+            known = [most for *_, most in proposals if most is not None]
+            return replace(decision, largest_batch_size=min(known) if len(known) == len(proposals) else None), chosen
+        limit = "time" if (least, "time") in [(size, by) for size, _, by, _ in proposals] else limit
         capped = asked.request
         if capped.free_to_choose:
             capped = replace(capped, max_batch_size=least, prefers_fast=False)
@@ -159,7 +163,7 @@ def _fast(largest: Choice, profile: RunProfile, settings: GuardSettings, speed: 
 
     known = chosen.prediction.growth is not None and seconds_at(decision.batch_size)
     if not known:
-        note = 'prefer="smallest_fast" chose the largest size that fits: how long a step takes is not known'
+        note = 'batch_size="fastest" chose the largest size that fits: how long a step takes is not known'
         footprint = decision.footprint and replace(decision.footprint, notes=(*decision.footprint.notes, note))
         return replace(decision, footprint=footprint), chosen
     request = profile.request
@@ -181,6 +185,8 @@ def _own_choice(profile: RunProfile, settings: GuardSettings) -> Choice:
     def refused_by(size: int) -> LimitedBy | None:
         if profile.avoids_single_sample and leaves_one(profile.loader_info, size):
             return "last_batch"
+        if profile.run.program.trains and leaves_out(profile.loader_info, size):
+            return "drop_last"
         return spoiled_by(profile.facts, profile.loader_info, size, settings.steps_to_keep)
 
     decision, proven = largest_that_runs(
@@ -189,6 +195,7 @@ def _own_choice(profile: RunProfile, settings: GuardSettings) -> Choice:
         profile.request,
         footprint_at=lambda step, size: replace(profile, prediction=step.extended_to(size)).footprint_at(size),
         refused_by=refused_by,
+        preferred=_MULTIPLE if settings.multiple_of == 1 else 1,
     )
     profile = replace(profile, prediction=proven.curve)
     if validation is not None:
@@ -200,7 +207,7 @@ def _own_choice(profile: RunProfile, settings: GuardSettings) -> Choice:
         decision = replace(decision, footprint=saving)
     decision = replace(decision, host=profile.host_at(decision.batch_size))
     if not profile.request.free_to_choose:
-        decision = _unchanged(decision, profile.request.fixed_because, settings)
+        decision = _unchanged(decision, profile.request, settings)
     return decision, profile
 
 
@@ -225,8 +232,26 @@ def _divided(cut: Choice, profile: RunProfile, settings: GuardSettings) -> Choic
                 footprint = replace(divided.footprint, notes=(note, *divided.footprint.notes))
                 divided = replace(divided, footprint=footprint)
             return replace(divided, limited_by=decision.limited_by), replace(chosen, request=request)
-    reason = f"{asked} samples do not fit, and each optimizer step sees {decision.batch_size}: {why_not}"
-    return replace(decision, reason=reason), chosen
+    because = f"{asked} samples do not fit, and each optimizer step sees {decision.batch_size}: {why_not}"
+    return replace(decision, because=because), chosen
+
+
+_MULTIPLE = 8  # which tensor cores are made for
+
+
+def _largest(profile: RunProfile) -> int | None:
+    """The largest batch size that memory and data allow; None if that takes captures, or no other can be set."""
+    request, known = profile.request, profile.prediction
+    is_fixed = bool(request.fixed_because) or not profile.run.program.trains
+    if known.growth is None or known.compiles or not known.scalable or is_fixed:
+        return None
+    free = replace(request, free_to_choose=True, kept_by=None, run_size=None, max_batch_size=None, min_batch_size=1)
+    asked = replace(profile, request=replace(free, keep_effective_batch_size=None))
+    try:
+        largest = decide(asked.footprint_at, asked.budget, asked.within_host()).batch_size
+    except DoesNotFitError:
+        return 0
+    return largest if request.dataset_size is not None or largest < MOST_IN_A_BATCH else None
 
 
 def _with_setting_note(footprint: Footprint, prediction: Curve) -> Footprint:
@@ -243,14 +268,15 @@ def _with_setting_note(footprint: Footprint, prediction: Curve) -> Footprint:
 _WORTH_A_NOTE = 0.05  # of what the step needs
 
 
-def _unchanged(decision: Decision, fixed_because: str, settings: GuardSettings) -> Decision:
+def _unchanged(decision: Decision, request: Request, settings: GuardSettings) -> Decision:
     """A decision to keep the batch size, with the reason; if a check could not tell more, that comes first."""
     if settings.mode == "tune":
-        return replace(decision, outcome="kept", reason=fixed_because)
+        matters = request.kept_by is None or not decision.fits
+        return replace(decision, outcome="kept", because=request.fixed_because if matters else "")
     if decision.verdict == "unknown":
-        return replace(decision, reason=fixed_because)
-    could_not = f', and mode="tune" could not change it: {fixed_because}' if fixed_because else ""
-    return replace(decision, reason=f'mode="check" changes nothing{could_not}')
+        return replace(decision, because=request.fixed_because)
+    could_not = f', and mode="tune" could not change it: {request.fixed_because}' if request.fixed_because else ""
+    return replace(decision, because=f'mode="check" changes nothing{could_not}')
 
 
 def _fitting_validation(profile: RunProfile) -> ValidationRun | None:

@@ -6,7 +6,7 @@ The data is read in the run's own process; the steps are captured in children.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -33,10 +33,12 @@ from lightning_memguard.training.adapter import callbacks
 from lightning_memguard.training.adapter.program import LightningProgram
 from lightning_memguard.training.data.loaders import LoaderInfo, epoch_size_for, find, largest_for, limit_of, loaders_at
 from lightning_memguard.training.data.samples import RunSamples, sample
-from lightning_memguard.training.data.sizes_elsewhere import held_elsewhere
+from lightning_memguard.training.data.set_sizes import is_kept_as_one
+from lightning_memguard.training.data.sizes_elsewhere import counts_steps, held_elsewhere
 from lightning_memguard.training.data.workers import Workers, host_budgets, ranks_of_host, workers_of
 from lightning_memguard.training.facts.ranks import Attempt, attempt
 from lightning_memguard.training.facts.run_facts import RunFacts
+from lightning_memguard.training.offload.predicted import offloaded
 from lightning_memguard.training.run.guard_settings import GuardSettings
 from lightning_memguard.training.strategies.sharded import Layout
 from lightning_memguard.units import format_bytes
@@ -298,7 +300,8 @@ class RunProfile:
         _, likely, most = self._workers_bytes(batch_size)
         pinned = self.workers.pinned_bytes(batch_size, self._validation_size) if self.workers else 0
         saved, of_states = sum(self.checkpoint), self.checkpoint[1]
-        parts = {"prefetched": shared, "pinned": pinned, "workers": likely, "checkpoint": saved}
+        moved = self.prediction.trace_at(batch_size).moved_bytes if self.run.program.around else 0
+        parts = {"prefetched": shared, "pinned": pinned, "workers": likely, "checkpoint": saved, "offloaded": moved}
         present = {part: nbytes for part, nbytes in parts.items() if nbytes}
         if not present:
             return None
@@ -316,7 +319,7 @@ class RunProfile:
         request = self.request
         if self.workers is None or not request.free_to_choose:
             return request
-        most = request.run_size or _MOST_IN_A_BATCH
+        most = request.run_size or MOST_IN_A_BATCH
         size = largest_that(lambda size: self._short_of(size) is None, request.batch_size, most)
         limit = self._short_of(size + 1) if size < most else None
         return replace(request, run_size=size, run_limit=limit) if limit else request
@@ -347,12 +350,21 @@ class Reading:
     host: Budget | None
     shared: Budget | None
     fresh: bool
+    insists: bool
+
+    def request_on(self, traces: Collection[Trace], fixed: str) -> Request:
+        """The request, once it is known whether a schedule counts steps."""
+        request, program = self.request_of(fixed), self.run.program
+        if self.insists or not program.trains or not request.may_grow:
+            return request
+        counts = any(trace.counts_steps for trace in traces) or attempt(lambda: counts_steps(program.module)).value
+        return replace(request, kept_by="scheduler") if counts else request
 
     def next_size(self, traces: Sequence[Trace]) -> int:
         """The batch size that will be chosen, as far as two traces tell: what a GPU's context takes is left out."""
         run = self.run
         prediction = Curve(Terms(self.rules, self.process_bytes), "fake", grow(traces))
-        request = self.request_of(run.loader_info.fixed_because)
+        request = self.request_on(traces, run.loader_info.fixed_because)
         return decide(prediction.footprint_at, self.budget, request).batch_size
 
     @property
@@ -372,7 +384,10 @@ def read_run(trainer: Trainer, module: LightningModule, settings: GuardSettings,
     counted = loader_info.batches_per_epoch  # Lightning fetches one batch ahead of a stream without a length
     loader_info = loader_info.with_ends(samples.ends)
     elsewhere = attempt(lambda: held_elsewhere(module, loader_info.batch_size)).value or ""
-    is_kept = settings.mode != "tune" or elsewhere
+    holders = module, facts.datamodule, *facts.callbacks
+    was_set = loader_info.was_set or bool(attempt(lambda: is_kept_as_one(holders)).value)
+    kept_by = _kept_by(facts, settings, was_set=was_set)
+    is_kept = settings.mode != "tune" or elsewhere or kept_by
     size = (loader_info.full_size if is_kept else 0) or samples.batch_size
     program = LightningProgram(
         trainer,
@@ -390,6 +405,8 @@ def read_run(trainer: Trainer, module: LightningModule, settings: GuardSettings,
         layout=Layout.of(facts.strategy),
         loaders_at=partial(loaders_at, facts, loader_info),
     )
+    if is_fit and settings.mode == "tune" and settings.offload == "always":
+        program = offloaded(program)
     validation_info, evaluation = Attempt[LoaderInfo](), Attempt[Evaluation]()
     if is_fit and facts.validates:
         validation_info = attempt(lambda: find(facts, "val"))
@@ -402,7 +419,11 @@ def read_run(trainer: Trainer, module: LightningModule, settings: GuardSettings,
     return Reading(
         Run(facts, loader_info, program, evaluation, validation_info.value),
         size,
-        lambda fixed: _request(facts, loader_info, samples, settings, size, fixed or elsewhere),
+        lambda fixed: replace(
+            _request(facts, loader_info, samples, settings, size, fixed or elsewhere),
+            kept_by=kept_by,
+            was_set=was_set,
+        ),
         budget,
         held,
         avoids_single_sample=any(isinstance(each, _BatchNorm) for each in module.modules()),
@@ -412,7 +433,18 @@ def read_run(trainer: Trainer, module: LightningModule, settings: GuardSettings,
         host=host,
         shared=in_shared,
         fresh=samples.fresh,
+        insists=settings.steps_to_keep is None,
     )
+
+
+def _kept_by(facts: RunFacts, settings: GuardSettings, *, was_set: bool) -> LimitedBy | None:
+    """Return why a batch size that fits is kept; None if it may grow."""
+    by_steps = settings.keep_effective_batch_size  # the samples of a step are set: its batches may be any
+    if facts.stage != "fit" or settings.batch_size == "keep":
+        return "request"
+    if settings.batch_size == "auto" and was_set and not by_steps:
+        return "request"
+    return "max_steps" if facts.max_steps > 0 and settings.steps_to_keep is not None else None
 
 
 def profile_of(reading: Reading, captures: Captures) -> RunProfile:
@@ -444,7 +476,7 @@ def profile_of(reading: Reading, captures: Captures) -> RunProfile:
         run,
         prediction,
         reading.budget,
-        replace(reading.request_of(fixed), batch_size=size),
+        replace(reading.request_on(prediction.surveyed.values(), fixed), batch_size=size),
         validation.value,
         reading.avoids_single_sample,
         workers=reading.workers,
@@ -576,7 +608,7 @@ def _request(
     return replace(
         request,
         free_to_choose=free,
-        prefers_fast=free and settings.prefer == "smallest_fast",
+        prefers_fast=free and settings.batch_size == "fastest",
         fixed_because=fixed,
         dataset_limit=limit,
         run_size=run_size,
@@ -584,4 +616,4 @@ def _request(
     )
 
 
-_MOST_IN_A_BATCH = 1 << 20
+MOST_IN_A_BATCH = 1 << 20

@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from lightning_memguard.core.decision.advice import shortlist, what_would_fit
-from lightning_memguard.core.decision.decision import Decision, Request
+from lightning_memguard.core.decision.decision import Decision, LimitedBy, Request
 from lightning_memguard.core.device.context import context_bytes
 from lightning_memguard.core.device.malloc import trim_heap
 from lightning_memguard.core.device.process import LESS
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Tuning:
-    """The result of `tune`. ``profile`` is None if the run was not tuned; ``decision.reason`` says why.
+    """The result of `tune`. ``profile`` is None if the run was not tuned; ``decision.because`` says why.
 
     ``earlier`` is what this GPU has measured.
     """
@@ -78,8 +78,9 @@ def tune(trainer: Trainer, module: LightningModule, settings: GuardSettings, sta
             profile = replace(profile, budget=shared(ranks, profile.budget, facts.device, reading.held_bytes))
             earlier = EarlierRuns.of(facts, reading.held_bytes, wanted=settings.learns)
             profile = profile.learning(ranks.gather(attempt(partial(earlier.learned, profile)).value)[0])
-            answers = ranks.gather((profile.request.free_to_choose, profile.request.fixed_because))
-            profile = replace(profile, request=_common(profile.request, answers))
+            asked = profile.request
+            answers = ranks.gather((asked.free_to_choose, asked.fixed_because, asked.kept_by, asked.was_set))
+            profile = replace(profile, request=_common(asked, answers))
             try:
                 decision, profile = _choose(profile, ranks, planner)
             except DoesNotFitError as error:
@@ -117,11 +118,14 @@ def _choose(profile: RunProfile, ranks: Ranks, planner: Planner) -> Choice:
     return replace(decision, limited_by="memory"), replace(chosen, request=asked)
 
 
-def _common(request: Request, answers: Sequence[tuple[bool, str]]) -> Request:
-    """A request that is free if it is on all ranks; each answers whether it is, and why it is not."""
-    free = all(is_free for is_free, _ in answers)
-    elsewhere = next((f"rank {rank}: {why}" for rank, (_, why) in enumerate(answers) if why), "")
-    return replace(request, free_to_choose=free, fixed_because=request.fixed_because or elsewhere)
+def _common(request: Request, answers: Sequence[tuple[bool, str, LimitedBy | None, bool]]) -> Request:
+    """A request that is free if it is on all ranks, and may grow if it may on all."""
+    free = all(is_free for is_free, *_ in answers)
+    elsewhere = next((f"rank {rank}: {why}" for rank, (_, why, *_) in enumerate(answers) if why), "")
+    kept_by = next((kept_by for *_, kept_by, _ in answers if kept_by), None)
+    was_set = any(was_set for *_, was_set in answers)
+    fixed = request.fixed_because or elsewhere
+    return replace(request, free_to_choose=free, fixed_because=fixed, kept_by=kept_by, was_set=was_set)
 
 
 def with_steps(tuning: Tuning) -> Tuning:
@@ -221,9 +225,9 @@ def recheck(tuning: Tuning, others: Iterable[Callback], module: LightningModule,
     if decision.batch_size == before.batch_size:
         decision = replace(before, footprint=decision.footprint)
     else:
-        reason = f"other callbacks have taken {format_bytes(extra)} on the device since setup"
+        because = f"other callbacks have taken {format_bytes(extra)} on the device since setup"
         requested = before.requested_batch_size
-        decision = replace(decision, requested_batch_size=requested, limited_by="memory", reason=reason)
+        decision = replace(decision, requested_batch_size=requested, limited_by="memory", because=because)
     return with_steps(replace(tuning, profile=chosen, decision=decision))
 
 

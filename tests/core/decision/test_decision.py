@@ -14,7 +14,6 @@ from lightning_memguard.core.decision.decision import Budget, Decision, Limits, 
 from lightning_memguard.core.replay.footprint import Footprint, Peak
 from lightning_memguard.core.trace.trace import OPTIONAL_PARTS, PARTS
 from lightning_memguard.errors import DoesNotFitError, MemGuardError
-from lightning_memguard.report.decision_table import why
 from lightning_memguard.units import GIB
 
 
@@ -377,9 +376,9 @@ def test_a_deadline_shrinks_no_batch() -> None:
     decision = chosen(100, cut, batch_size=64)
     assert (decision.batch_size, decision.outcome, decision.limited_by) == (64, "kept", "request")
     assert (decision.verdict, decision.fits) == ("unknown", False)
-    assert why(decision) == (
-        "Batch size 64 is unchanged, and whether it fits is unknown: time was up (max_setup_seconds) before captures "
-        "could tell. It takes 64 B (64 to 512 B) of the 100 B usable."
+    assert decision.reason == (
+        "batch size 64 is unchanged, and whether it fits is unknown: time was up (max_setup_seconds) before captures "
+        "could tell. It takes 64 of 100 B usable, or up to 512 B."
     )
 
 

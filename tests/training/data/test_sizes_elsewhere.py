@@ -102,7 +102,7 @@ def test_what_holds_the_batch_size_too_is_named(build: Callable[[], nn.Module], 
 
 
 def test_a_run_keeps_its_size_and_says_why(trainer: Any, small: Any, dataset: Any) -> None:
-    guard, module = MemGuard(budget="1GiB"), small()
+    guard, module = MemGuard(batch_size="largest", budget="1GiB"), small()
     module.loss_of = Loss(10)
     trainer(guard).fit(module, torch.utils.data.DataLoader(dataset, batch_size=10))
     assert guard.decision.outcome == "kept"

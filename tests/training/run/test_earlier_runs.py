@@ -68,7 +68,7 @@ class Gpu:
     def fit(self, mode: Any = "tune", net: Any = None, size: int = 64, **settings: Any) -> Decision:
         trainer = {name: settings.pop(name) for name in ("max_epochs", "max_steps", "precision") if name in settings}
         samples = settings.pop("samples", 3 * size)
-        self.guard = MemGuard(mode, **{"budget": BUDGET, **settings})
+        self.guard = MemGuard(mode, **{"batch_size": "largest", "budget": BUDGET, **settings})
         data = TensorDataset(torch.randn(samples, 128), torch.zeros(samples, dtype=torch.long))
         data = (
             data
