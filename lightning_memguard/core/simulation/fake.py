@@ -439,6 +439,11 @@ def isolated_rng() -> Iterator[None]:
             np.random.set_state(numpy)  # noqa: NPY002 - as above
 
 
+def drawn_so_far() -> tuple[object, ...]:
+    """Return a value that differs once Python or NumPy have drawn a random number."""
+    return random.getstate(), repr(np.random.get_state())  # noqa: NPY002 - as above
+
+
 def seed_all(seed: int) -> None:
     """Seed the generators that `isolated_rng` restores."""
     random.seed(seed)
