@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1] / "lightning_memguard"
 # nor Lightning. report/ comes before training/ because the callback prints its table; a report knows no trainer.
 ROOMS = {
     "": ["_version", "errors", "units"],
-    "core": ["__init__", "foreign", "shown"],
+    "core": ["__init__", "foreign", "shown", "range"],
     "core/trace": ["__init__", "scratch", "kept", "work", "trace", "growth", "packed"],
     "core/replay": [
         "__init__",
@@ -97,6 +97,7 @@ ROOMS = {
         "leftovers",
         "program",
         "capture",
+        "curve",
         "predict",
     ],
     "core/layers": ["__init__", "layers", "textbook"],
@@ -119,6 +120,7 @@ ROOMS = {
         "run_facts",
         "ranks",
     ],
+    "training/offload": ["__init__", "space", "tiers", "saved", "hooks", "engine", "policy", "predicted"],
     "training/strategies": [
         "__init__",
         "no_collectives",
@@ -173,6 +175,7 @@ ROOMS = {
         "batch_monitor",
         "aftermath",
         "measuring",
+        "offloading",
         "run_report",
         "guarded_run",
         "callback",

@@ -209,7 +209,7 @@ def way_data(way: TrainingWay) -> dict[str, Any]:
     seconds = way.seconds_per_sample
     return {
         **picked(way, "device", "ranks", "batch_size", "accumulate_grad_batches", "samples", "changes", "how", "costs"),
-        "seconds_per_sample": seconds and seconds._asdict(),
+        "seconds_per_sample": seconds and seconds.as_dict(),
         "dollars_per_million_samples": way.dollars_per_million,
         "footprint": footprint_data(way.footprint),
         "budget": budget_data(way.budget),

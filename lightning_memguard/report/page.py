@@ -140,7 +140,8 @@ def _headline(decision: Decision, footprint: Footprint, budget: Budget) -> str:
         most = "at least: its activations are unknown"
     elif footprint.most_device_bytes > footprint.peak_device_bytes:
         most = f"at most {format_bytes(footprint.most_device_bytes)}"
-    fits = "unknown whether it fits" if decision.verdict == "unknown" else "fits" if decision.fits else "does NOT fit"
+    fits = {"unknown": "unknown whether it fits", "fits": "fits", "does not fit": "does NOT fit"}[decision.verdict]
+    bad = {"Share used"} if decision.verdict == "does not fit" else set()
     bound = f"at most {most_share}: " if most_share != likely and not footprint.is_partial else ""
     tiles = [
         (
@@ -153,7 +154,7 @@ def _headline(decision: Decision, footprint: Footprint, budget: Budget) -> str:
         ("Share used", likely, bound + fits),
     ]
     cells = "".join(
-        f'<div class="tile{" bad" if note.endswith("does NOT fit") else ""}"><dt>{escape(name)}</dt>'
+        f'<div class="tile{" bad" if name in bad else ""}"><dt>{escape(name)}</dt>'
         f"<dd>{escape(value)}<small>{escape(note)}</small></dd></div>"
         for name, value, note in tiles
     )

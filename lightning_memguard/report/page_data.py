@@ -144,7 +144,7 @@ def footprint_data(footprint: Footprint) -> dict[str, Any]:
         "high": dict(vars(footprint.high)) if footprint.high else None,
         "parts_bytes": dict(footprint.parts),
         **picked(footprint, "phase", "module", "operator", "method", "correction_bytes", "learned_from"),
-        "step_seconds": footprint.step_seconds and footprint.step_seconds._asdict(),
+        "step_seconds": footprint.step_seconds and footprint.step_seconds.as_dict(),
         "notes": list(footprint.notes),
     }
 

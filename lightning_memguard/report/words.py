@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from lightning_memguard.core.range import Range
 from lightning_memguard.core.replay.footprint import Footprint
-from lightning_memguard.core.replay.seconds import Seconds
 from lightning_memguard.core.trace.trace import OPTIONAL_PARTS, PARTS
 from lightning_memguard.units import GIB, KIB, MIB, TIB, format_bytes
 
@@ -74,7 +74,7 @@ def duration(seconds: float) -> str:
     return f"{number:,.0f} {name}" if number >= 100 else f"{number:.3g} {name}"
 
 
-def time_range(seconds: Seconds) -> str:
+def time_range(seconds: Range[float]) -> str:
     """Write a predicted time: ``"12.3 ms (9.8 ms to 15.4 ms)"``."""
     low, likely, high = map(duration, seconds)
     return f"{likely} ({low} to {high})"

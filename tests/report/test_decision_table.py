@@ -8,7 +8,7 @@ import pytest
 
 from lightning_memguard.core.decision.decision import Budget, Decision
 from lightning_memguard.core.decision.record import EpochRecord, Measured
-from lightning_memguard.core.replay.footprint import Footprint, Peak
+from lightning_memguard.core.replay.footprint import Doubt, Footprint, Peak
 from lightning_memguard.core.replay.replay import Retries
 from lightning_memguard.core.trace.trace import PARTS
 from lightning_memguard.report.decision_table import evaluation_text, last_line, markdown, setup_text, warning_of
@@ -61,7 +61,7 @@ MemGuard: batch size 96 (was 32) fits: 22.0 of 23.0 GiB; no larger one does."""
 
 def test_what_is_not_known_exactly_shows_what_is_compared_with_the_budget():
     high = Peak(20 * GIB, 21 * GIB, 22 * GIB + GIB // 2)
-    bounded = replace(TUNED, footprint=replace(ON_CUDA, high=high))
+    bounded = replace(TUNED, footprint=replace(ON_CUDA, doubts=(Doubt("process", (high,)),)))
     assert "22.0 GiB  Peak of a training step (at most 22.5 GiB), in the backward" in setup_text(bounded)
 
 

@@ -22,7 +22,7 @@ from lightning_memguard.core.capture.program import LoopProgram
 from lightning_memguard.core.decision.decision import Budget, Decision, Request, decide, part_words
 from lightning_memguard.core.decision.record import EpochRecord, Measured
 from lightning_memguard.core.layers.layers import Layer, LayerTable, Weight
-from lightning_memguard.core.replay.footprint import Footprint, Peak
+from lightning_memguard.core.replay.footprint import Doubt, Footprint, Peak
 from lightning_memguard.core.replay.replay import replay
 from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.core.replay.timeline import Timeline, timeline_of
@@ -58,8 +58,7 @@ FOOTPRINT = Footprint(
     "head",
     "aten.addmm.default",
     notes=("the head is <large>",),
-    low=Peak(43 * MIB, 62 * MIB, 400 * MIB),
-    high=Peak(43 * MIB, 62 * MIB, 500 * MIB),
+    doubts=(Doubt("process", (Peak(43 * MIB, 62 * MIB, 400 * MIB), Peak(43 * MIB, 62 * MIB, 500 * MIB))),),
 )
 BUDGET = Budget(GIB, GIB, 51 * MIB, "nvml", "NVIDIA L4")
 DECISION = Decision(8, 4, 1, "tuned", FOOTPRINT, BUDGET, "memory")

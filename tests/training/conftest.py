@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memguard import MemGuard
 from lightning_memguard.core.decision.decision import Decision
+from lightning_memguard.core.range import NOTHING
 from lightning_memguard.training.data import samples
 from lightning_memguard.training.run import guarded_run
 from lightning_memguard.training.run.tune import Tuning, tune
@@ -77,7 +78,7 @@ def _time_to_draw_samples(monkeypatch: pytest.MonkeyPatch) -> None:
 def _no_bytes_besides_tensors(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Small modules under budgets of a few MiB: what a process takes besides would be most of these."""
     if request.path.name != "test_kept_budget.py":
-        monkeypatch.setattr("lightning_memguard.training.run.profile.process_bytes", lambda *_: 0)
+        monkeypatch.setattr("lightning_memguard.training.run.profile.process_bytes", lambda *_: NOTHING)
 
 
 @pytest.fixture(autouse=True)

@@ -50,7 +50,7 @@ from lightning_memguard.core.simulation.value_sizes import ValueSizes, assumptio
 from lightning_memguard.core.trace.kept import Kept
 from lightning_memguard.core.trace.scratch import CudaTarget
 from lightning_memguard.core.trace.trace import Answers, Event, Method, Shares, Trace
-from lightning_memguard.core.trace.work import COMMUNICATION, RANDOM, SPECIAL, Work
+from lightning_memguard.core.trace.work import COMMUNICATION, RANDOM, SPECIAL, TRANSFER, Work
 from lightning_memguard.errors import CannotTraceError, MemGuardError
 
 _device_of = torch.ops.prim.device.default
@@ -344,6 +344,12 @@ class Recorder(Storages, TorchDispatchMode):
         noted = self._work_noted(updates=True)
         if noted is not None:
             noted.append(Work(COMMUNICATION, 0, nbytes, updates=True))
+
+    def note_moved(self, nbytes: int) -> None:
+        """Note activations that go to the host until their backward pass."""
+        noted = self._work_noted(updates=False)
+        if noted is not None:
+            noted.append(Work(TRANSFER, 0, nbytes))
 
 
 _LISTED = 3  # lines of checks

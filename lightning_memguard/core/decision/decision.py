@@ -90,7 +90,7 @@ class HostUse:
 
     Attributes:
         parts: bytes by part: ``prefetched`` batches in shared memory, ``pinned`` copies of batches, ``workers`` (their
-            processes), and the buffer of a ``checkpoint``.
+            processes), the buffer of a ``checkpoint``, and activations that are ``offloaded``.
         most_bytes: of all parts together, at most.
         budget: what the host offers; None on the CPU.
         shared_bytes: what lies in /dev/shm at once.
@@ -472,7 +472,12 @@ def part_words(part: str) -> str:
     return _PARTS.get(part, part.replace("_", " "))
 
 
-_PARTS = {"prefetched": "prefetched batches", "pinned": "pinned batches", "workers": "worker processes"}
+_PARTS = {
+    "prefetched": "prefetched batches",
+    "pinned": "pinned batches",
+    "workers": "worker processes",
+    "offloaded": "activations",
+}
 
 
 class _OfLoaders(Protocol):

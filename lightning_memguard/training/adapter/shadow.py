@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from pytorch_lightning.plugins import Precision
     from pytorch_lightning.strategies import SingleDeviceStrategy, Strategy
 
-    from lightning_memguard.core.capture.program import Change
+    from lightning_memguard.core.capture.program import Around, Change
 
     _Strategy = SingleDeviceStrategy
 else:
@@ -89,6 +89,7 @@ class LightningStep(Program):
         transferred: whether the hooks around the transfer of batches have run already.
         precision: another precision than the Trainer's; empty to keep that one.
         changes: done to each copy before it is recorded and before it has optimizers.
+        around: makes what each training step runs in; None for nothing.
         loaders_at: the run's loaders at a batch size, by role, for its step to read.
     """
 
@@ -109,6 +110,7 @@ class LightningStep(Program):
     transferred: bool = False
     precision: str = ""
     changes: tuple[Change, ...] = ()
+    around: Around | None = None
     loaders_at: Callable[[Role, int], object] | None = field(default=None, compare=False)
 
     @property

@@ -61,7 +61,7 @@ def largest_that_runs(
         return replace(smaller, limited_by=limited_by, multiple_of=multiple)
 
     failures: list[StepFailsError] = []
-    if prediction.compiles and request.free_to_choose:
+    if prediction.curve.compiles and request.free_to_choose:
         prediction = _compiled_around(prediction, request, decided)
     for power in range(5):
         even = replace(request, multiple_of=math.lcm(request.multiple_of, 1 << power))
@@ -75,8 +75,9 @@ def largest_that_runs(
             continue
         if proven is not prediction:
             decision = decided(proven, even)
-        if proven.compiles and decision.batch_size not in proven.compiled:  # it is an estimate there
-            known = [size for size in proven.compiled if size < decision.batch_size]
+        compiled = proven.curve.compiled
+        if proven.curve.compiles and decision.batch_size not in compiled:  # it is an estimate there
+            known = [size for size in compiled if size < decision.batch_size]
             capped = replace(even, max_batch_size=max(known, default=even.smallest_batch_size))
             decision = decided(proven, capped)
         return with_retries(decision, proven), proven
@@ -120,12 +121,13 @@ def with_retries(decision: Decision, prediction: Prediction) -> Decision:
     size, most, budget = decision.batch_size, decision.footprint, decision.budget
     if decision.fits or not most or not budget or most.is_evaluation:
         return decision
-    if prediction.method != "fake" or prediction.variants or prediction.stopped:
+    curve = prediction.curve
+    if curve.method != "fake" or curve.variants or curve.stopped:
         return decision
     beside = most.peak_reserved_bytes - prediction.footprint_at(size).peak_reserved_bytes
     beside += most.high.outside_bytes if most.high else most.outside_bytes
     trace, capacity = prediction.own_trace_at(size), budget.usable_bytes - beside
-    return replace(decision, retries=retries_within(trace, prediction.settings, capacity))
+    return replace(decision, retries=retries_within(trace, curve.settings, capacity))
 
 
 def _compiled_around(
@@ -137,7 +139,7 @@ def _compiled_around(
             size = decided(prediction, request).batch_size
         except DoesNotFitError:
             size = request.smallest_batch_size
-        if size in prediction.compiled:
+        if size in prediction.curve.compiled:
             break
         try:
             prediction = prediction.proven_at(size)

@@ -341,7 +341,7 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
         if run.is_decided:
             run.announce()
         missing = gaps("every run", "lightning", "operators", trainer=trainer)
-        if missing and trainer.is_global_zero and "does not have" not in run.decision.because:
+        if missing and trainer.is_global_zero and run.decision.outcome != "stepped aside":
             warn(f"MemGuard does less in this run: {missing}.", stacklevel=3)
 
     def _check(self, trainer: Trainer, stage: str) -> None:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 from lightning_memguard.core.capture.capture import Captures, trusted_child
-from lightning_memguard.core.capture.predict import Prediction, predict, speed_here
-from lightning_memguard.core.decision.decision import Budget, Decision, LimitedBy, Request, decide
+from lightning_memguard.core.capture.curve import Curve
+from lightning_memguard.core.capture.predict import Prediction, Surveyor, speed_here
+from lightning_memguard.core.decision.decision import Decision, LimitedBy, Request, decide
 from lightning_memguard.core.replay.alternatives import VARIABLE
 from lightning_memguard.core.replay.footprint import Footprint
-from lightning_memguard.core.replay.learned import Learned
 from lightning_memguard.core.replay.seconds import Speed
 from lightning_memguard.errors import CannotTraceError, DoesNotFitError, MemGuardError
 from lightning_memguard.training.adapter.callbacks import schedules_accumulation
@@ -31,32 +31,6 @@ if TYPE_CHECKING:
 _MOST_ROUNDS = 5
 
 Choice = tuple[Decision, RunProfile]
-
-
-@dataclass(frozen=True)
-class _Terms:
-    """The values of a profile that may differ from one choice to the next."""
-
-    budget: Budget
-    request: Request
-    validation_batch_size: int | None
-    extra: tuple[tuple[str, int], ...]
-    context_bytes: int | tuple[int, int, int]
-    learned: Learned | None
-
-    @classmethod
-    def of(cls, profile: RunProfile) -> _Terms:
-        validation = profile.validation
-        size, step = validation.batch_size if validation else None, profile.prediction
-        extra = tuple(profile.extra.items())
-        return cls(profile.budget, profile.request, size, extra, step.context_bytes, step.learned)
-
-    def applied_to(self, profile: RunProfile) -> RunProfile:
-        validation = profile.validation
-        if validation is not None and self.validation_batch_size is not None:
-            validation = replace(validation, batch_size=self.validation_batch_size)
-        asked = replace(profile, budget=self.budget, request=self.request, extra=dict(self.extra))
-        return replace(asked, validation=validation).with_context(self.context_bytes).learning(self.learned)
 
 
 class Planner:
@@ -102,18 +76,18 @@ class Planner:
 
     def choose(self, profile: RunProfile) -> Attempt[Choice]:
         """Return this rank's choice and the profile behind it."""
-        answer = cast("Attempt[Choice]", self._child.ask(_Terms.of(profile)))
+        answer = cast("Attempt[Choice]", self._child.ask(profile.detached()))
         if answer.value is None:
             return answer
         decision, chosen = answer.value
         run = self._run.accumulating() if decision.accumulate_grad_batches > 1 else self._run
         return replace(answer, value=(decision, chosen.attached_to(run)))
 
-    def _work(self, terms: _Terms | None) -> Attempt[RunProfile] | Attempt[Choice]:
-        """Answer in the child: with a choice on these terms, or without terms with the profile."""
-        if terms is None:
+    def _work(self, asked: RunProfile | None) -> Attempt[RunProfile] | Attempt[Choice]:
+        """Answer in the child: with a choice from what is known, or with that itself."""
+        if asked is None:
             return attempt(lambda: self._captured_profile().detached())
-        return attempt(lambda: self._choose_on(terms))
+        return attempt(lambda: self._choose_from(asked))
 
     def _captured_profile(self) -> RunProfile:
         if self._captures is None:
@@ -127,8 +101,9 @@ class Planner:
             self._profile = profile_of(self._reading, self._captures)
         return cast("RunProfile", self._profile)
 
-    def _choose_on(self, terms: _Terms) -> Choice:
-        profile = terms.applied_to(self._captured_profile())
+    def _choose_from(self, known: RunProfile) -> Choice:
+        self._captured_profile()  # with its captures open
+        profile = known.unpacked().attached_to(self._run)
         decision, chosen = _own_choice(profile, self._settings)
         if profile.request.prefers_fast and profile.request.may_grow and decision.footprint:
             decision, chosen = _fast((decision, chosen), profile, self._settings, self._speed)
@@ -215,24 +190,25 @@ def _own_choice(profile: RunProfile, settings: GuardSettings) -> Choice:
         return spoiled_by(profile.facts, profile.loader_info, size, settings.steps_to_keep)
 
     decision, proven = largest_that_runs(
-        profile.prediction,
+        profile.step,
         profile.budget,
         profile.request,
-        footprint_at=lambda prediction, size: replace(profile, prediction=prediction).footprint_at(size),
+        footprint_at=lambda step, size: replace(profile, prediction=step.extended_to(size)).footprint_at(size),
         refused_by=refused_by,
         preferred=_MULTIPLE if settings.multiple_of == 1 else 1,
     )
+    profile = replace(profile, prediction=proven.curve)
     if validation is not None:
         decision = replace(decision, validation_batch_size=validation.batch_size)
     if decision.footprint is not None:
-        decision = replace(decision, footprint=_with_setting_note(decision.footprint, proven))
+        decision = replace(decision, footprint=_with_setting_note(decision.footprint, proven.curve))
     saving = profile.saving_at(decision.batch_size)
     if saving and decision.footprint and saving.most_device_bytes > decision.footprint.most_device_bytes:
         decision = replace(decision, footprint=saving)
     decision = replace(decision, host=profile.host_at(decision.batch_size))
     if not profile.request.free_to_choose:
         decision = _unchanged(decision, profile.request, settings)
-    return decision, replace(profile, prediction=proven)
+    return decision, profile
 
 
 def _divided(cut: Choice, profile: RunProfile, settings: GuardSettings) -> Choice:
@@ -278,7 +254,7 @@ def _largest(profile: RunProfile) -> int | None:
     return largest if request.dataset_size is not None or largest < MOST_IN_A_BATCH else None
 
 
-def _with_setting_note(footprint: Footprint, prediction: Prediction) -> Footprint:
+def _with_setting_note(footprint: Footprint, prediction: Curve) -> Footprint:
     """Return the footprint with a note if a setting of the allocator alone would make the step take clearly less."""
     known = None if footprint.is_evaluation else setting_that_saves(prediction, footprint.batch_size, _WORTH_A_NOTE)
     if known is None:
@@ -306,17 +282,19 @@ def _unchanged(decision: Decision, request: Request, settings: GuardSettings) ->
 def _fitting_validation(profile: RunProfile) -> ValidationRun | None:
     """Validation at its own batch size, or if that does not fit, at the largest that does."""
     validation, usable = profile.validation, profile.budget.usable_bytes
+    if validation is not None and profile.evaluation is not None:
+        validation = replace(validation, prediction=profile.evaluation.extended_to(validation.batch_size))
     if validation is None or not profile.request.free_to_choose or validation.is_fixed:
         return validation
     if validation.footprint.most_device_bytes <= usable:
         return validation
-    known, size, unit = validation.prediction, validation.batch_size, validation.unit
-    scaled = replace(predict(known.program, size, known.settings, context_bytes=known.context_bytes), held=known.held)
-    if not scaled.scalable:
+    size, unit, program = validation.batch_size, validation.unit, profile.run.evaluation.unwrap().program
+    scaled = Prediction(program, Surveyor(program).survey(size, validation.prediction.terms))
+    if not scaled.curve.scalable:
         return validation
     try:
         request = Request(size, max_batch_size=size, multiple_of=unit)
         size = decide(scaled.footprint_at, profile.budget, request).batch_size
     except MemGuardError:  # not even one sample fits, so training does not either
         size = unit
-    return replace(validation, prediction=scaled, batch_size=size)
+    return replace(validation, prediction=scaled.extended_to(size), batch_size=size)

@@ -14,14 +14,14 @@ from torch.optim import LBFGS
 from lightning_memguard.core.decision.decision import Decision
 from lightning_memguard.core.decision.record import EpochRecord, Measured
 from lightning_memguard.core.device.malloc import KEPT_FREED_RATIO, Trimmer, return_freed_memory
-from lightning_memguard.core.device.meter import ActualSnapshot
+from lightning_memguard.core.device.meter import ActualSnapshot, save_snapshot_now
 from lightning_memguard.core.device.out_of_memory import ran_out_of_memory
 from lightning_memguard.core.replay.learned import range_after
 from lightning_memguard.core.replay.snapshot import save_snapshot
 from lightning_memguard.core.trace.kept import MOST_EPOCHS
 from lightning_memguard.errors import MemGuardError
 from lightning_memguard.report.decision_table import evaluation_text, last_line, setup_text, warning_of
-from lightning_memguard.report.failure import announcement, kept_words, note, overrun_words
+from lightning_memguard.report.failure import announcement, kept_words, note, overrun_words, snapshot_words
 from lightning_memguard.report.loggers import Boards
 from lightning_memguard.report.page import PAGE_NAME, Page, write_report
 from lightning_memguard.report.page_data import Report
@@ -38,6 +38,7 @@ from lightning_memguard.training.run.batch_monitor import BatchWatch, failure, s
 from lightning_memguard.training.run.growth_watch import GrowthWatch
 from lightning_memguard.training.run.guard_settings import GuardSettings
 from lightning_memguard.training.run.measuring import Measuring
+from lightning_memguard.training.run.offloading import Offloading
 from lightning_memguard.training.run.profile import RunProfile
 from lightning_memguard.training.run.resume import is_over, resume, saved_in
 from lightning_memguard.training.run.run_report import folder_of, report_of
@@ -85,6 +86,7 @@ class GuardedRun:
         self._boards: Boards | None = None
         self._recorder = SnapshotRecorder(self.trainer, snapshot) if snapshot else None
         self._trim: Trimmer | None = None
+        self._offloading: Offloading | None = None
         if self.decision.host:
             self.measuring.watch_children()
         self._growth: GrowthWatch | None = None
@@ -254,8 +256,15 @@ class GuardedRun:
         if profile is not None:
             self._show(profile)
             self._watch_batches(profile)
+            self._offloading = attempt(lambda: self._start_offloading(profile)).value
         if self.trains and recorder is not None and self.trainer.is_global_zero:
             self._try_writing("snapshot", lambda: self.save_snapshot(recorder.path))
+
+    def _start_offloading(self, profile: RunProfile) -> Offloading | None:
+        settings, things = self.settings, (self.trainer, self.module, profile, self.measuring)
+        if not self.trains or settings.mode != "tune" or settings.offload == "never":
+            return None
+        return Offloading(*things, self._warn_on_any_rank, settings.offload)
 
     def start_measuring(self) -> None:
         """Start measuring; what the model and its optimizers hold by now is the training's."""
@@ -274,9 +283,9 @@ class GuardedRun:
             self._growth = attempt(lambda: GrowthWatch(self.device, self.module, others)).value
 
     def _watch_batches(self, profile: RunProfile) -> None:
-        runs = {"train" if self.trains else "val": (profile.prediction, self.decision.batch_size)}
-        if profile.validation is not None:
-            runs["val"] = (profile.validation.prediction, profile.validation.batch_size)
+        runs = {"train" if self.trains else "val": (profile.step, self.decision.batch_size)}
+        if profile.validation is not None and profile.evaluation is not None:
+            runs["val"] = (profile.evaluation, profile.validation.batch_size)
         self._watches = {role: attempt(partial(BatchWatch, profile, *run)).value for role, run in runs.items()}
 
     def _show(self, profile: RunProfile) -> None:
@@ -329,8 +338,15 @@ class GuardedRun:
         except Exception:  # noqa: BLE001 - a batch that cannot be examined is trained on all the same
             self._watches[role] = None
             return
-        if larger is not None:
-            self._warn(announcement(larger, role, batch_idx))
+        offloading = self._offloading if role == "train" else None
+        if offloading is None:
+            if larger is not None:
+                self._warn(announcement(larger, role, batch_idx))
+            return
+        if reason := attempt(partial(offloading.before, watch, batch, batch_idx, larger)).reason:
+            self._offloading = None
+            offloading.close()
+            self._warn_on_any_rank(f"MemGuard will not put activations on the host: {reason}")
 
     # -- at each epoch
 
@@ -341,6 +357,8 @@ class GuardedRun:
             self._growth = None
         if not self.records:
             self.measuring.restart()
+        if self._offloading is not None:
+            self._offloading.steps = 0
         forget_logged(self.trainer)
 
     def _note_growth(self) -> None:
@@ -405,13 +423,15 @@ class GuardedRun:
         measured = replace(measured, step_seconds=self.measuring.step_seconds)
         epoch, size = self.trainer.current_epoch, decision.batch_size
         offers = budget.free_bytes, budget.margin_bytes
+        own = self._offloading.steps if self._offloading else 0
+        moved = max(self.tuning.ranks.gather(own)) if self.trains else 0
         on_host = sum(decision.host.parts.values()) if decision.host else 0
         seen = [
             each.measured.peak_bytes for each in self.records if each.has_error and each.measured.peak_reserved_bytes
         ]
         again = range_after(max(seen)) if seen else None
         loaders = decision.loader_batch_sizes
-        return EpochRecord(epoch, size, decision.footprint, measured, *offers, 0, loaders, on_host, again)
+        return EpochRecord(epoch, size, decision.footprint, measured, *offers, moved, loaders, on_host, again)
 
     def summarize(self) -> None:
         """Print how close the prediction came; what the last epoch has left to be saved counts too."""
@@ -493,10 +513,26 @@ class GuardedRun:
         trainer = self.trainer
         role = "val" if trainer.evaluating or trainer.predicting or trainer.validating else "train"
         watch = self._watches.get(role) or next(filter(None, self._watches.values()), None)
-        watch = watch or BatchWatch(profile, profile.prediction, self.decision.batch_size)
+        watch = watch or BatchWatch(profile, profile.step, self.decision.batch_size)
         elsewhere = attempt(lambda: held_elsewhere(trainer, self.module, error)).value or {}
         found = {"elsewhere": elsewhere, "between_steps": self.measuring.between_steps}
-        return note(failure(watch, footprint, attempt(self.measuring.peak_by_part).value, **found))
+        failed = failure(watch, footprint, attempt(self.measuring.peak_by_part).value, **found)
+        lines = [note(failed)]
+        if role == "train" and self.trains:
+            names = str(trainer.precision), type(self.module).__name__
+            attempt(lambda: self.tuning.earlier.remember_failure(failed, profile, *names))
+            if self._offloading is not None and self._offloading.why_not:
+                lines.append(f"Its activations could not go to the host: {self._offloading.why_not}.")
+        lines += filter(None, [attempt(self._save_failed_step).value])
+        return "\n".join(lines)
+
+    def _save_failed_step(self) -> str:
+        """Write the predicted step, and on CUDA what the allocator holds; say where."""
+        if self._folder is None or self.tuning.ranks.rank:
+            return ""
+        path = self.save_snapshot(self._folder / "memguard_out_of_memory.pickle")
+        actual = save_snapshot_now(actual_path(path)) if self.device.type == "cuda" else None
+        return snapshot_words(path, actual)
 
     def close(self) -> None:
         """Stop measuring and recording, and leave the Trainer and the user's objects as they were."""
@@ -505,11 +541,13 @@ class GuardedRun:
         self._watches.clear()
         self._report = self._boards = self._growth = None
         attempt(self._end_recording)
+        if self._offloading is not None:
+            attempt(self._offloading.close)
         self.measuring.close()
         profile = self.tuning.profile
         if profile is not None:
             self.tuning = replace(self.tuning, profile=profile.detached())
-        del self.trainer, self.module, self.measuring  # a guard that is kept does not keep its run
+        del self.trainer, self.module, self.measuring, self._offloading  # a guard that is kept does not keep its run
 
 
 def actual_path(path: Path) -> Path:

@@ -58,7 +58,8 @@ def resume(tuning: Tuning, saved: SavedSizes, settings: GuardSettings) -> Tuning
         return tuning
     if profile.request.kept_by == "request" and saved.batch_size == tuning.decision.batch_size:
         return tuning
-    result = attempt(lambda: profile.footprint_at(saved.batch_size))
+    extended = attempt(lambda: profile.extended_to(saved.batch_size)).value or profile
+    result = attempt(lambda: extended.footprint_at(saved.batch_size))
     mine = _obstacle(saved.batch_size, settings, result, profile)
     obstacle = next(filter(None, ranks.gather(mine)), "")
     before = f"the checkpoint was trained at batch size {saved.batch_size}"
@@ -69,7 +70,7 @@ def resume(tuning: Tuning, saved: SavedSizes, settings: GuardSettings) -> Tuning
             return tuning
         return replace(tuning, decision=replace(tuning.decision, because=f"{before}; {obstacle}"))
     decision = _kept(tuning.decision, profile, saved, settings)
-    return replace(tuning, decision=replace(decision, footprint=result.unwrap()))
+    return replace(tuning, profile=extended, decision=replace(decision, footprint=result.unwrap()))
 
 
 def _is_same_step(saved: SavedSizes, profile: RunProfile) -> bool:

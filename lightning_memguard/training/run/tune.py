@@ -13,6 +13,7 @@ from lightning_memguard.core.decision.decision import Decision, LimitedBy, Reque
 from lightning_memguard.core.device.context import context_bytes
 from lightning_memguard.core.device.malloc import trim_heap
 from lightning_memguard.core.device.process import LESS
+from lightning_memguard.core.range import NOTHING, Range
 from lightning_memguard.core.trace.kept import MOST_EPOCHS, MOST_STEPS, runs_out
 from lightning_memguard.errors import CannotTraceError, DoesNotFitError, MemGuardError
 from lightning_memguard.training.adapter import callbacks
@@ -72,7 +73,7 @@ def tune(trainer: Trainer, module: LightningModule, settings: GuardSettings, sta
         with Planner(settings, reading, line) as planner:
             planner.start()
             # after the budget, which counts an open context as ours: measuring it opens it
-            context = attempt(lambda: process_bytes or context_bytes(facts.device))
+            context = attempt(lambda: process_bytes or Range.exactly(context_bytes(facts.device)))
             profile = ranks.agree(planner.profile()).with_context(ranks.agree(context))
             profile = replace(profile, budget=shared(ranks, profile.budget, facts.device, reading.held_bytes))
             earlier = EarlierRuns.of(facts, reading.held_bytes, wanted=settings.learns)
@@ -113,7 +114,7 @@ def _choose(profile: RunProfile, ranks: Ranks, planner: Planner) -> Choice:
     try:
         decision, chosen = choose(smallest.with_context(LESS), ranks, planner)
     except DoesNotFitError:
-        decision, chosen = choose(smallest.with_context(0), ranks, planner)
+        decision, chosen = choose(smallest.with_context(NOTHING), ranks, planner)
     return replace(decision, limited_by="memory"), replace(chosen, request=asked)
 
 
@@ -191,7 +192,7 @@ def _with_advice(error: DoesNotFitError, profile: RunProfile) -> DoesNotFitError
         if profile.prediction.footprint_at(size).most_device_bytes <= budget.usable_bytes:
             return AdviceReport(())  # another rank is too small, or validation alone does not fit
         request = replace(profile.request, batch_size=size)
-        return try_remedies(profile.prediction, size, budget, most_seconds=_ADVICE_SECONDS, request=request)
+        return try_remedies(profile.step, size, budget, most_seconds=_ADVICE_SECONDS, request=request)
 
     advised = attempt(remedies).value
     if not advised or not advised.advice:

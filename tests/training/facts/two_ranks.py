@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memguard import MemGuard
+from lightning_memguard.core.range import NOTHING
 from lightning_memguard.training.run import profile, tune
 from lightning_memguard.units import KIB
 from tests.forks import run_all
@@ -130,4 +131,4 @@ def main(rank: int, folder: Path) -> None:
 
 def count_tensors_alone() -> None:
     """Count no other memory of a process, which would be most of these budgets."""
-    profile.process_bytes = lambda *_: 0  # type: ignore[assignment]
+    profile.process_bytes = lambda *_: NOTHING  # type: ignore[assignment]

@@ -7,9 +7,11 @@ from typing import Any, cast
 import pytest
 import torch
 
+from lightning_memguard.core.capture.curve import Curve, Terms
 from lightning_memguard.core.capture.predict import Prediction, StepFailsError
 from lightning_memguard.core.decision.decision import Budget, Decision, Limits, Request
 from lightning_memguard.core.replay.footprint import Footprint
+from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.training.planning.plan import plan_on
 from lightning_memguard.training.planning.search import largest_that_runs
 from lightning_memguard.training.planning.subject import subject_of
@@ -21,7 +23,7 @@ BUDGET = Budget(100, 100, 0, "given", "CPU")
 class Steps:
     """Stands for a prediction: a byte for each sample, and a step that runs at multiples of some number."""
 
-    compiles = False
+    curve = Curve(Terms(AllocatorSettings(kind="exact")), "real")
 
     def __init__(self, runs_at: int = 1) -> None:
         self.runs_at = runs_at

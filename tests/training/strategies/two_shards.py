@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memguard import MemGuard
 from lightning_memguard.core.isolation import pool
+from lightning_memguard.core.range import NOTHING
 from lightning_memguard.training.data import loaders
 from lightning_memguard.training.run import choose, tune
 from lightning_memguard.training.run import profile as profiles
@@ -271,6 +272,6 @@ def main(rank: int, folder: Path) -> None:
     for home in (loaders, choose):
         home.spoiled_by = lambda *_: None  # type: ignore[attr-defined]  # limits only end these fits early
     pool.processors = lambda: 1  # each rank captures in one child at a time: together they have two
-    profiles.process_bytes = lambda *_: 0  # type: ignore[assignment]  # it would be most of the budget
+    profiles.process_bytes = lambda *_: NOTHING  # type: ignore[assignment]  # it would be most of the budget
     seen = {name: run() for name, run in scenarios(folder).items()}
     (folder / f"rank{rank}.json").write_text(json.dumps(seen))
