@@ -1,6 +1,6 @@
 """Train on texts of which a few are very long, with a batch size that suits the others.
 
-The batch size is the user's own, and was chosen by looking at ordinary texts. A limit on the data of the process (Linux)
+The batch size is the user's own, and was chosen by looking at ordinary texts. A limit on the data of the process
 stands for a GPU that is full: in a few batches the activations do not fit. MemGuard predicts these batches before they
 run, and keeps what does not fit of their activations in a temporary file until the backward pass.
 
