@@ -10,7 +10,7 @@ import math
 import sys
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,6 +42,9 @@ class Source:
         fixed_because: why the batch size cannot be changed; empty if it can.
         ranks: how many the Trainer will spread its samples over.
         end: how many samples a stream without a length has, if its end was reached.
+        is_torch: whether it is a DataLoader.
+        drops_last: whether an epoch leaves out a last batch that is not full.
+        own_batches: whether the user's code makes the batches; then ``counts`` has how many at which size, as asked.
     """
 
     held: list[Iterable[Any]]
@@ -49,11 +52,21 @@ class Source:
     fixed_because: str = ""
     ranks: int = 1
     end: int | None = None
+    is_torch: bool = True
+    drops_last: bool = False
+    own_batches: bool = False
+    counts: dict[int, int | None] = field(default_factory=dict, compare=False)
 
     @property
     def loader(self) -> Iterable[Any]:
         """A loader like the run's; not to be iterated."""
         return self.held[0]
+
+    def detached(self) -> Source:
+        """Return what is known of the loader, without it."""
+        known = copy.copy(self)
+        vars(known).update(held=[], dataset_size=self.dataset_size)
+        return known
 
     @functools.cached_property
     def dataset_size(self) -> int | None:
@@ -79,22 +92,28 @@ class Source:
 
     def largest_of_stream(self, count: int) -> int:
         """The largest batch that a stream of so many samples fills; each worker fills batches of its own."""
-        split = isinstance(self.loader, DataLoader) and resizing.drops_last(self.loader)
+        split = self.is_torch and self.drops_last
         workers = max(1, self.loader.num_workers) if split else 1  # type: ignore[attr-defined]
         return max(count // workers, min(self.batch_size, count))
 
     def batches(self, batch_size: int) -> int | None:
         """Batches an epoch on this rank at a batch size, or None if unknown."""
-        if resizing.makes_own_batches(self.loader):
-            with preserve_state(self.loader), contextlib.suppress(Exception):
-                at: Any = self.loader if self.fixed_because else resizing.trial_at(self.loader, batch_size)
-                return -(-len(at) // (self.ranks if isinstance(at, DataLoader) else 1))
-            if self.fixed_because:
-                return None
+        if self.own_batches and batch_size not in self.counts and self.held:
+            self.counts[batch_size] = self._counted(batch_size)
+        count = self.counts.get(batch_size)
+        if count is not None or (self.own_batches and self.fixed_because):
+            return count
         if self.dataset_size is None or not batch_size:
             return None
         full, rest = divmod(self.dataset_size, batch_size)
-        return full + (1 if rest and not resizing.drops_last(self.loader) else 0)
+        return full + (1 if rest and not self.drops_last else 0)
+
+    def _counted(self, batch_size: int) -> int | None:
+        """Count by the user's own code; None if that cannot."""
+        with preserve_state(self.loader), contextlib.suppress(Exception):
+            at: Any = self.loader if self.fixed_because else resizing.trial_at(self.loader, batch_size)
+            return -(-len(at) // (self.ranks if isinstance(at, DataLoader) else 1))
+        return None
 
 
 @dataclass(frozen=True)
@@ -102,16 +121,28 @@ class LoaderInfo:
     """The data of a run: one loader, or several whose batches are combined or come in turn.
 
     Attributes:
-        combined: the loader or loaders as Lightning's CombinedLoader; a copy, not to be iterated.
+        combined: the loader or loaders as Lightning's CombinedLoader; a copy, not to be iterated. None in a process that
+            has not read them.
+        mode: how Lightning combines several: ``"max_size_cycle"``, ``"min_size"``, ``"max_size"`` or ``"sequential"``.
         sources: its loaders, in order.
         origin: where it comes from, in words.
         role: what the run uses them for.
     """
 
-    combined: CombinedLoader
+    combined: CombinedLoader | None
+    mode: str
     sources: tuple[Source, ...]
     origin: str
     role: Role = "train"
+
+    def detached(self) -> LoaderInfo:
+        """Return what is known of the data, without its loaders."""
+        return replace(self, combined=None, sources=tuple(source.detached() for source in self.sources))
+
+    def learn(self, info: LoaderInfo) -> None:
+        """Know the counts of batches that were found elsewhere for the same loaders."""
+        for mine, theirs in zip(self.sources, info.sources, strict=True):
+            mine.counts.update(theirs.counts)
 
     def with_ends(self, ends: Iterable[int | None]) -> LoaderInfo:
         """Return the data with the length of streams whose end was reached."""
@@ -120,7 +151,8 @@ class LoaderInfo:
 
     def let_go(self) -> None:
         """Let go of the loaders: a hook may be about to make them again, with all the data that they hold."""
-        self.combined.flattened = [None] * len(self.sources)
+        if self.combined is not None:
+            self.combined.flattened = [None] * len(self.sources)
         for source in self.sources:
             source.held.clear()
 
@@ -128,11 +160,6 @@ class LoaderInfo:
         """Hold the loaders that the run has made, be they as many or not."""
         for source, made in zip(self.sources, itertools.cycle(info.sources)):
             source.held[:] = made.held
-
-    @property
-    def mode(self) -> str:
-        """How Lightning combines several: ``"max_size_cycle"``, ``"min_size"``, ``"max_size"`` or ``"sequential"``."""
-        return loader_access.mode_of(self.combined)
 
     @property
     def batch_size(self) -> int:
@@ -153,7 +180,7 @@ class LoaderInfo:
     @property
     def fixed_because(self) -> str:
         """Why the batch size cannot be changed; empty if it can."""
-        mixed = len(self.sources) > 1 and any(not isinstance(each.loader, DataLoader) for each in self.sources)
+        mixed = len(self.sources) > 1 and not all(each.is_torch for each in self.sources)
         known = next((source.fixed_because for source in self.sources if source.fixed_because), "")
         return known or (f"{self.origin} combines loaders that are not all torch DataLoaders" if mixed else "")
 
@@ -230,14 +257,23 @@ def info_of(facts: RunFacts, loaders: object, origin: str, role: Role) -> Loader
     ranks = facts.data_ranks if facts.uses_distributed_sampler else 1
     recreated = ranks > 1 or role == "predict" or facts.overfit_batches > 0
     sources = (source_of(loader, origin, ranks, recreated=recreated) for loader in combined.flattened)
-    return LoaderInfo(combined, tuple(sources), origin, role)
+    return LoaderInfo(combined, loader_access.mode_of(combined), tuple(sources), origin, role)
 
 
 def source_of(loader: Iterable[Any], origin: str, ranks: int = 1, *, recreated: bool = False) -> Source:
     """Read one loader; Lightning divides its samples among ``ranks``, or recreates it for another reason."""
     with preserve_state(loader):
         fixed, size = resizing.why_fixed(loader, origin, recreated=recreated), resizing.batch_size_setting(loader)
-        return Source([loader], size, fixed, ranks if isinstance(loader, DataLoader) else 1)
+        is_torch = isinstance(loader, DataLoader)
+        return Source(
+            [loader],
+            size,
+            fixed,
+            ranks if is_torch else 1,
+            is_torch=is_torch,
+            drops_last=resizing.drops_last(loader),
+            own_batches=resizing.makes_own_batches(loader),
+        )
 
 
 def _has_length(source: Source) -> bool:
@@ -308,7 +344,7 @@ def epoch_size_for(facts: RunFacts, info: LoaderInfo, min_steps: int | None) -> 
         return None, "min_steps_per_epoch"
     size = largest_that(lambda size: spoiled_by(facts, info, size, min_steps) is None, own, max(own, most))
     limit = spoiled_by(facts, info, size + 1, min_steps) if size < most else None
-    if limit == "min_steps_per_epoch" and not any(resizing.drops_last(each.loader) for each in info.sources):
+    if limit == "min_steps_per_epoch" and not any(each.drops_last for each in info.sources):
         # the smallest size that makes as few batches: the last one is as full
         count = batches_taken(facts, info, size) or 0
         size = own + bisect_left(range(own, size), True, key=lambda at: (batches_taken(facts, info, at) or 0) <= count)
@@ -330,7 +366,7 @@ def leaves_one(info: LoaderInfo, batch_size: int) -> bool:
     """Whether an epoch would end on a single sample, which batch norm refuses, and would not at the user's own size."""
 
     def rest(source: Source, size: int) -> int:
-        samples = None if resizing.drops_last(source.loader) else source.dataset_size
+        samples = None if source.drops_last else source.dataset_size
         return (samples or 0) % size if size > 1 else 0
 
     sources = [source for source in info.sources if rest(source, source.batch_size) != 1]
@@ -388,8 +424,10 @@ def loaders_at(facts: RunFacts, known: LoaderInfo, role: Role, batch_size: int) 
         if {role, known.role} == {"train", "val"}:
             with contextlib.suppress(Exception):  # of the user's hook
                 info = find(facts, role)
-                return loader_access.arrange(info.combined, info.combined.flattened)
+                return loader_access.arrange(info.combined, [source.loader for source in info.sources])
         return None
+    if known.combined is None or not all(source.held for source in known.sources):
+        known = find(facts, known.role)
     fixed = bool(known.fixed_because)
     sized = [(source.loader, known.size_of(source, batch_size)) for source in known.sources]
     own = [loader if fixed else resizing.resize(loader, size, "") for loader, size in sized]
