@@ -23,7 +23,7 @@ import struct
 import sys
 import time
 import warnings
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +38,7 @@ _NAMED = """
 """.split()  # noqa: SIM905 - the formatter would put each name on a line of its own
 
 
-def cut_off(
-    parent: int, keep: Collection[int], memory_bytes: int | None, *, reaches_out: bool = False
-) -> None:
+def cut_off(parent: int, keep: Collection[int], memory_bytes: int | None, *, reaches_out: bool = False) -> None:
     """Keep what runs next from changing anything outside of this process.
 
     Args:
@@ -179,16 +177,7 @@ def _divert_writes(*, new_too: bool) -> None:
     """
     open_file: Any = io.open
     open_descriptor: Any = os.open
-    status_of, begun = os.stat, time.time()
-
-    def is_ours(path: Any) -> bool:
-        """Whether a path is of this process's own making, or is still to be made."""
-        if new_too or not isinstance(path, (str, bytes, os.PathLike)):
-            return False
-        try:
-            return status_of(path).st_ctime >= begun
-        except OSError:
-            return True
+    is_ours = _made_since(time.time()) if not new_too else lambda _: False
 
     def open_(file: object, mode: str = "r", *args: object, opener: object = None, **kwargs: object) -> Any:
         if isinstance(file, int) or not {*mode} & {*"wax+"} or is_ours(file):
@@ -201,13 +190,7 @@ def _divert_writes(*, new_too: bool) -> None:
         return open_descriptor(path, flags, *args, **kwargs)
 
     def of_ours(function: Any) -> Any:
-        """The function for paths of this process's own; for others it does nothing."""
-
-        def call(*paths: Any, **kwargs: object) -> Any:
-            named = [path for path in paths[:2] if isinstance(path, (str, bytes, os.PathLike))]
-            return function(*paths, **kwargs) if named and all(map(is_ours, named)) else None
-
-        return call
+        return lambda *paths, **how: function(*paths, **how) if paths and all(map(is_ours, paths[:2])) else None
 
     builtins.open = io.open = open_
     os.open = os_open
@@ -217,13 +200,28 @@ def _divert_writes(*, new_too: bool) -> None:
                 setattr(home, name, of_ours(getattr(home, name)))
 
 
+def _made_since(begun: float) -> Callable[[object], bool]:
+    """Return a function that says whether a path is of this process's own making, or is still to be made."""
+    status_of = os.stat
+
+    def is_ours(path: Any) -> bool:
+        if isinstance(path, (bool, int)):  # a mode, or a descriptor
+            return path >= 0 and not isinstance(path, bool)
+        try:
+            return status_of(path).st_ctime >= begun
+        except (OSError, TypeError, ValueError):
+            return isinstance(path, (str, bytes, os.PathLike))
+
+    return is_ours
+
+
 def _refuse_connections(*, remote_too: bool) -> None:
     """Have Python's sockets refuse to connect to services of this machine, whose state would move; or to any."""
 
     def refusing(connect: Any) -> Any:
         def call(self: socket.socket, address: Any) -> Any:
             host = str(address[0]) if isinstance(address, tuple) and address else ""
-            if remote_too or not host or host == "localhost" or host.startswith(("127.", "::1", "0.0.0.0")):
+            if remote_too or not host or host == "localhost" or host.startswith(("127.", "::", "0.")):
                 raise PermissionError(errno.EACCES, "MemGuard lets a copy of this process connect to no such service")
             return connect(self, address)
 

@@ -205,6 +205,7 @@ class _Child:
             try:
                 cut_off(parent, (asked.fileno(), answers.fileno()), memory_bytes, reaches_out=reaches_out)
                 random.setstate(state)  # which Python sets anew after a fork
+                _note_reach(out=reaches_out)
                 serve(asked, answers)
             finally:
                 os._exit(1)
@@ -312,8 +313,18 @@ def processors() -> int:
 # -- in the child
 
 _beats_to: Connection | None = None  # None in a process whose parent waits for no sign of life
-_is_trusted = False
+_is_trusted = _reaches_out = False
 _next_beat = 0.0
+
+
+def _note_reach(*, out: bool) -> None:
+    global _reaches_out  # noqa: PLW0603
+    _reaches_out = out
+
+
+def reaches_out() -> bool:
+    """Whether this process is a child that may write new files and connect to other machines."""
+    return _reaches_out
 
 
 def can_fork() -> bool:

@@ -33,7 +33,7 @@ def unpacked(data: bytes) -> Any:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles classes and functions that were made inside of a function by where they are in memory: a fork keeps it."""
+    """Pickles classes and functions that were made inside of a function by their address, which a fork keeps."""
 
     @override
     def reducer_override(self, thing: Any) -> Any:

@@ -18,11 +18,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from lightning_memguard.core.decision.decision import LimitedBy, largest_that
+from lightning_memguard.core.isolation.pool import can_fork
 from lightning_memguard.core.simulation.fake import fake_copy
 from lightning_memguard.errors import CannotTraceError
 from lightning_memguard.training.adapter import loader_access, stand_ins
 from lightning_memguard.training.data import resizing
-from lightning_memguard.training.data.copies import preserve_state
+from lightning_memguard.training.data.copies import apart, preserve_state
 from lightning_memguard.training.facts.lightning_types import lightning_of
 from lightning_memguard.training.facts.ranks import warn
 from lightning_memguard.training.facts.run_facts import LIMIT_NAMES, Role, RunFacts
@@ -81,7 +82,7 @@ class Source:
             size = -(-len(sampler) // ranks)  # type: ignore[arg-type]
             if self.fixed_because or not resizing.makes_own_batches(self.loader):
                 return size
-            return largest_that(self._fills_a_batch, self.batch_size, size)
+            return apart(lambda: largest_that(self._fills_a_batch, self.batch_size, size))
         return None if self.end is None or self.fixed_because else self.largest_of_stream(self.end)
 
     def _fills_a_batch(self, batch_size: int) -> bool:
@@ -121,12 +122,13 @@ class LoaderInfo:
     """The data of a run: one loader, or several whose batches are combined or come in turn.
 
     Attributes:
-        combined: the loader or loaders as Lightning's CombinedLoader; a copy, not to be iterated. None in a process that
-            has not read them.
+        combined: the loader or loaders as Lightning's CombinedLoader; a copy, not to be iterated. None in a process
+            that has not read them.
         mode: how Lightning combines several: ``"max_size_cycle"``, ``"min_size"``, ``"max_size"`` or ``"sequential"``.
         sources: its loaders, in order.
         origin: where it comes from, in words.
         role: what the run uses them for.
+        is_counted: whether Lightning knows how many batches there are.
     """
 
     combined: CombinedLoader | None
@@ -134,6 +136,7 @@ class LoaderInfo:
     sources: tuple[Source, ...]
     origin: str
     role: Role = "train"
+    is_counted: bool = True
 
     def detached(self) -> LoaderInfo:
         """Return what is known of the data, without its loaders."""
@@ -390,7 +393,7 @@ def rewrite_loaders(
         try:
             loaders = make_loaders()
         except Exception as error:
-            if sys.version_info >= (3, 11) and known.origin.endswith("dataloader()"):
+            if sys.version_info >= (3, 11) and not can_fork() and known.origin.endswith("dataloader()"):
                 error.add_note(f"MemGuard called {known.origin} once before. If it works only once, pass the loader.")
             raise
         return _resize_all(facts, loaders, known, size)
@@ -403,7 +406,7 @@ def _resize_all(facts: RunFacts, loaders: object, known: LoaderInfo, batch_size:
     try:
         info = info_of(facts, loaders, "the loader", known.role)
         known.adopt(info)
-        if not batch_size or batch_size == info.full_size < info.batch_size:  # its one batch is the same at both
+        if not batch_size or (batch_size < info.batch_size and batch_size == info.full_size):
             return loaders
         sized = [(source.loader, info.size_of(source, batch_size)) for source in info.sources]
         resized = [resizing.resize(loader, size, info.fixed_because) for loader, size in sized]
@@ -411,8 +414,9 @@ def _resize_all(facts: RunFacts, loaders: object, known: LoaderInfo, batch_size:
         if batch_size:
             warn(f"MemGuard left the {known.role} loader as it is: {error}", stacklevel=1)
         return loaders
-    info.combined.flattened = resized
-    return info.combined if isinstance(loaders, type(info.combined)) else loader_access.arrange(info.combined, resized)
+    combined: Any = info.combined
+    combined.flattened = resized
+    return combined if isinstance(loaders, type(combined)) else loader_access.arrange(combined, resized)
 
 
 def loaders_at(facts: RunFacts, known: LoaderInfo, role: Role, batch_size: int) -> object:

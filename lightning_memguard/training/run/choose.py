@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 
-from lightning_memguard.core.capture.capture import Captures, trusted_child
+from lightning_memguard.core.capture.capture import Captures, failed_for_fork, trusted_child
 from lightning_memguard.core.capture.predict import Prediction, predict, speed_here
 from lightning_memguard.core.decision.decision import Budget, Decision, LimitedBy, Request, decide
+from lightning_memguard.core.isolation.pool import Children, is_forked
 from lightning_memguard.core.replay.alternatives import VARIABLE
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.core.replay.learned import Learned
@@ -17,18 +18,29 @@ from lightning_memguard.core.replay.seconds import Speed
 from lightning_memguard.errors import CannotTraceError, MemGuardError
 from lightning_memguard.training.adapter.callbacks import schedules_accumulation
 from lightning_memguard.training.data.loaders import leaves_one, spoiled_by
-from lightning_memguard.training.facts.ranks import Attempt, Ranks, attempt
+from lightning_memguard.training.facts.ranks import Attempt, Ranks, attempt, failed
 from lightning_memguard.training.planning.advise import setting_that_saves
 from lightning_memguard.training.planning.search import largest_that_runs, smallest_fast
 from lightning_memguard.training.run.guard_settings import GuardSettings
-from lightning_memguard.training.run.profile import Reading, Run, RunProfile, ValidationRun, profile_of
+from lightning_memguard.training.run.profile import (
+    HandedRun,
+    Reading,
+    Run,
+    RunProfile,
+    RunReader,
+    ValidationRun,
+    profile_of,
+    read_run,
+)
 from lightning_memguard.training.run.progress import SetupLine
+from lightning_memguard.training.strategies.no_collectives import no_collectives
 from lightning_memguard.units import format_bytes
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 _MOST_ROUNDS = 5
+_READ, _PROFILE = "read", "profile"  # requests of a planner's child
 
 Choice = tuple[Decision, RunProfile]
 
@@ -59,29 +71,46 @@ class _Terms:
         return replace(asked, validation=validation).with_context(self.context_bytes).learning(self.learned)
 
 
-class Planner:
-    """Predicts and chooses for a run, in a child of its own that has children for the captures.
+@dataclass(frozen=True)
+class _Read:
+    """The end of an attempt to read a run: its batch size, or a reason; ``final`` if it would be the same elsewhere."""
 
-    Traces are large; here none of them ever is in the run's own process, where they would take memory while it trains.
-    If there can be no child, the same is done here.
+    size: Attempt[int]
+    is_final: bool = True
+    only_here: bool = False
+
+
+class Planner:
+    """Reads a run, predicts and chooses for it, in a child of its own that has children for the captures.
+
+    What the user's loaders and hooks do there, and what their data keeps, ends with that child. Traces are large; here
+    none of them ever is in the run's own process, where they would take memory while it trains. If there can be no
+    child, the same is done here.
 
     Args:
         settings: of the guard.
-        known: the run as it was read, or its profile if that is known already.
+        known: the run as it is to be read, or its profile if that is known already.
         line: the status line of the setup; it is closed at the end.
     """
 
-    def __init__(self, settings: GuardSettings, known: Reading | RunProfile, line: SetupLine) -> None:
+    def __init__(self, settings: GuardSettings, known: RunReader | RunProfile, line: SetupLine) -> None:
         self._settings, self._line = settings, line
         self._deadline = time.monotonic() + settings.most_setup_seconds
-        self._reading = known if isinstance(known, Reading) else None
-        self._profile = None if isinstance(known, Reading) else known
-        self._run: Run = known.run
+        self._reader = known if isinstance(known, RunReader) else None
+        self._reading: Reading | None = None
+        self._profile = known if isinstance(known, RunProfile) else None
+        self._run: Run | None = known.run if isinstance(known, RunProfile) else None
+        self._gpu = known.gpu if isinstance(known, RunReader) else known.run.program.gpu
         # a child has one thread, and this process none of the child's
-        self._speed = speed_here(self._run.program.gpu) if settings.prefer == "smallest_fast" else None
+        self._speed = speed_here(self._gpu) if settings.prefer == "smallest_fast" else None
         self._captures: Captures | None = None
+        self._only_here = False  # what a child cannot do
         self._open = ExitStack()
-        self._child = trusted_child(self._work, while_waiting=lambda: line.show(self._child.doing))
+        self._child = self._new_child()
+
+    def _new_child(self, *, reaches_out: bool = False) -> Children[_Terms | str, object]:
+        show = lambda: self._line.show(self._child.doing)  # noqa: E731
+        return trusted_child(self._work, while_waiting=show, reaches_out=reaches_out)
 
     def __enter__(self) -> Self:
         return self
@@ -91,14 +120,53 @@ class Planner:
         self._open.close()
         self._line.close()
 
-    def start(self) -> None:
-        """Begin to predict."""
-        self._child.start(None)
+    def read(self) -> Attempt[int]:
+        """Have the data read; return its batch size, and begin to predict.
+
+        A child that is cut off reads it. If that fails, one that may write new files and connect to other machines
+        does; this process only if there can be no child, or CUDA is in use that no child can use.
+        """
+        done = self._read_apart() or self._read_apart(reaches_out=True) or self._read()
+        if done.size.value is not None:
+            self._child.start(_PROFILE)
+        return done.size
+
+    def _read_apart(self, *, reaches_out: bool = False) -> _Read | None:
+        """Have a child read; None if it may be possible elsewhere, after which the child is gone."""
+        self._child.close()
+        if self._only_here:
+            return None
+        self._child = self._new_child(reaches_out=reaches_out)
+        answer = self._child.answer(_READ)
+        done = cast("_Read | None", answer.value)
+        if done is None and not answer.here:
+            done = _Read(Attempt(reason=f"its data was not read: {answer.lost}"))
+        self._only_here = done is None or done.only_here
+        if done is not None and (done.is_final or (reaches_out and not done.only_here)):
+            return done
+        self._child.close()
+        return None
+
+    def _read(self) -> _Read:
+        try:
+            with no_collectives() if is_forked() else nullcontext():
+                self._reading = read_run(cast("RunReader", self._reader))
+        except MemGuardError as error:
+            return _Read(Attempt(reason=str(error)))
+        except Exception as error:  # noqa: BLE001 - the user's code may raise anything
+            return _Read(failed(error), is_final=False, only_here=failed_for_fork(error))
+        self._run = self._reading.run
+        return _Read(Attempt(self._reading.batch_size))
 
     def profile(self) -> Attempt[RunProfile]:
         """All that is known of the run once its steps were captured."""
-        answer = cast("Attempt[RunProfile]", self._child.ask(None))
-        return replace(answer, value=answer.value.attached_to(self._run)) if answer.value else answer
+        answer = cast("Attempt[tuple[RunProfile, HandedRun]]", self._child.ask(_PROFILE))
+        if answer.value is None:
+            return replace(cast("Attempt[RunProfile]", answer), value=None)
+        profile, handed = answer.value
+        if self._run is None and self._reader is not None:
+            self._run = self._reader.run_of(handed)
+        return Attempt(profile.attached_to(cast("Run", self._run)))
 
     def choose(self, profile: RunProfile) -> Attempt[Choice]:
         """Return this rank's choice and the profile behind it."""
@@ -106,19 +174,27 @@ class Planner:
         if answer.value is None:
             return answer
         decision, chosen = answer.value
-        run = self._run.accumulating() if decision.accumulate_grad_batches > 1 else self._run
+        known = cast("Run", self._run)
+        run = known.accumulating() if decision.accumulate_grad_batches > 1 else known
         return replace(answer, value=(decision, chosen.attached_to(run)))
 
-    def _work(self, terms: _Terms | None) -> Attempt[RunProfile] | Attempt[Choice]:
-        """Answer in the child: with a choice on these terms, or without terms with the profile."""
-        if terms is None:
-            return attempt(lambda: self._captured_profile().detached())
-        return attempt(lambda: self._choose_on(terms))
+    def _work(self, request: _Terms | str) -> object:
+        """Answer in the child: with a choice on these terms, or with the profile or the reading of the run."""
+        if isinstance(request, _Terms):
+            return attempt(lambda: self._choose_on(request))
+        return self._read() if request == _READ else attempt(self._handed_profile)
+
+    def _handed_profile(self) -> tuple[RunProfile, HandedRun]:
+        if self._run is None:
+            raise CannotTraceError("the process that had read its data ended early")
+        profile = self._captured_profile()
+        return profile.detached(), HandedRun.of(profile)
 
     def _captured_profile(self) -> RunProfile:
+        run = cast("Run", self._run)
         if self._captures is None:
-            evaluation = self._run.evaluation.value
-            programs = [self._run.program, *([evaluation.program] if evaluation else [])]
+            evaluation = run.evaluation.value
+            programs = [run.program, *([evaluation.program] if evaluation else [])]
             programs = [each for program in programs for each in program.kinds or (program,)]
             next_size = self._reading.next_size if self._reading else None
             captures = Captures(*programs, next_size=next_size, deadline=self._deadline)
@@ -137,7 +213,7 @@ class Planner:
         is_cut = by_memory and decision.batch_size < asked.batch_size <= (most or asked.batch_size)
         if self._settings.divides and asked.free_to_choose and is_cut:
             decision, chosen = _divided((decision, chosen), profile, self._settings)
-        if self._run.program.gpu is None and self._settings.prefer == "largest" and decision.footprint:
+        if self._gpu is None and self._settings.prefer == "largest" and decision.footprint:
             # the CPU's speed would have to be measured, in every fit
             decision = replace(decision, footprint=replace(decision.footprint, timing=None))
         return decision, chosen.detached()
