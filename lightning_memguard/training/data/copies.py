@@ -72,11 +72,11 @@ def refuse_held_iterators(holder: object) -> None:
 
 def _named_members(name: str, thing: object) -> Iterator[tuple[str, object]]:
     """What an object refers to, each with what it is called."""
-    own = getattr(thing, "__dict__", None) if not isinstance(thing, (type, types.FunctionType)) else None
-    for attribute, value in own.items() if isinstance(own, dict) else ():
+    own = {} if isinstance(thing, (type, types.FunctionType)) else getattr(thing, "__dict__", {})
+    for attribute, value in own.items():
         yield f"{type(thing).__name__}.{attribute}", value
     for value in _members(thing):
-        yield name, value
+        yield f"what {thing.__name__} reads" if isinstance(thing, types.FunctionType) else name, value
 
 
 def _is_read_once(thing: object) -> bool:
@@ -218,7 +218,8 @@ def _members(thing: object) -> Iterable[object]:
         return _used_by(thing)
     if _is_code(thing):
         return ()
-    of_classes = [value for kind in users_classes(type(thing)) for value in vars(kind).values()]
+    kinds = users_classes(type(thing))
+    of_classes = [value for kind in kinds for name, value in vars(kind).items() if name != "__init__"]
     methods = [value for value in of_classes if isinstance(value, types.FunctionType)]
     held = [value for value in of_classes if not _is_code(value) and not hasattr(type(value), "__get__")]
     return (*getattr(thing, "__dict__", {}).values(), *methods, *held)

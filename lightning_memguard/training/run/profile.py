@@ -502,7 +502,7 @@ def read_run(reader: RunReader) -> Reading:
     samples = sample(loader_info)
     # Lightning fetches one batch ahead of a stream without a length
     loader_info = replace(loader_info, is_counted=loader_info.batches_per_epoch is not None).with_ends(samples.ends)
-    elsewhere = attempt(lambda: held_elsewhere(module, loader_info.batch_size)).value or ""
+    elsewhere = attempt(lambda: held_elsewhere(module, loader_info.batch_size, facts.callbacks)).value or ""
     is_kept = settings.mode != "tune" or elsewhere
     size = (loader_info.full_size if is_kept else 0) or samples.batch_size
     program = reader.program(loader_info, samples.batches)
