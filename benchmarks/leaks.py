@@ -5,7 +5,7 @@ read at each batch by a callback of ours: the first epoch in which its peak has 
 
     python benchmarks/leaks.py                    # the leaks
     python benchmarks/leaks.py --only dataset     # those whose name contains this
-    python benchmarks/leaks.py --quiet            # programs of field.py, the zoo, rescue.py: none leaves memory behind
+    python benchmarks/leaks.py --quiet            # programs of field.py, the zoo, step_programs.py leave nothing
     python benchmarks/leaks.py --quiet --train    # the same, trained for some epochs
 """
 
@@ -21,10 +21,10 @@ from typing import Any
 import pytorch_lightning as pl
 from torch.utils.data import DataLoader
 
-import rescue
 from lightning_memguard import MemGuard
 from shared.leaky import LEAKS, Leak, loader, random_data
 from shared.process import in_fork, memory_of, script
+from shared.step_programs import PROGRAMS
 from shared.truth import QUIET
 from shared.zoo import CASES, Case
 
@@ -108,7 +108,7 @@ def programs() -> dict[str, Callable[[], tuple[Any, Any, dict[str, Any]]]]:
         data = DataLoader(case.dataset(3 * size), batch_size=size)
         return case.build(optimizer), data, {**case.trainer_kwargs, **QUIET, "accelerator": "cpu"}
 
-    def of_rescue(program: Any) -> tuple[Any, Any, dict[str, Any]]:
+    def of_step(program: Any) -> tuple[Any, Any, dict[str, Any]]:
         module, data = program.training(3)
         return module, data, {**QUIET, "accelerator": "cpu", **program.settings}
 
@@ -117,7 +117,7 @@ def programs() -> dict[str, Callable[[], tuple[Any, Any, dict[str, Any]]]]:
     for case in CASES:
         for optimizer in case.optimizers:
             found[f"zoo: {case.name}, {optimizer}"] = functools.partial(of_zoo, case, optimizer)
-    found |= {f"rescued: {program.name}": functools.partial(of_rescue, program) for program in rescue.PROGRAMS.values()}
+    found |= {f"step: {program.name}": functools.partial(of_step, program) for program in PROGRAMS.values()}
     return found
 
 

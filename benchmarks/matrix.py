@@ -39,7 +39,7 @@ TESTS = tuple(
         *(f"core/capture/test_{name}.py" for name in ("predict", "recorder")),
         *(f"training/adapter/test_{name}.py" for name in ("callbacks", "program")),
         *("training/strategies/test_sharded.py", "training/data/test_loaders.py", "training/planning/test_advise.py"),
-        *("training/run", "training/rescue", "cli", "test_public_names.py"),
+        *("training/run", "cli", "test_public_names.py"),
     )
 )
 

@@ -31,7 +31,6 @@ import subprocess
 import sys
 import threading
 import time
-import timeit
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -225,7 +224,6 @@ class Turns(pl.Callback):
     def __init__(self, mine: threading.Semaphore, other: threading.Semaphore, block: int) -> None:
         self.mine, self.other, self.block = mine, other, block
         self.seconds: list[float] = []
-        self.noting: list[float] = []  # seconds of a step
         self.started = 0.0
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
@@ -234,9 +232,6 @@ class Turns(pl.Callback):
                 self.seconds.append(time.thread_time() - self.started)
                 self.other.release()
             self.mine.acquire()
-            for guard in (each._run._rescuer for each in trainer.callbacks if isinstance(each, MemGuard)):
-                note = partial(guard._guards["train"].state.note, trainer._results, batch)
-                self.noting.append(timeit.timeit(note, timer=time.thread_time, number=self.block) / self.block)
             self.started = time.thread_time()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
@@ -267,8 +262,7 @@ def step(options: argparse.Namespace) -> None:
     pairs = list(zip(alone.seconds, guarded.seconds, strict=True))[1:]  # the first warms up
     ratios = [with_it / without for without, with_it in pairs]
     each = [statistics.median(turns.seconds) / options.block * 1e6 for turns in (alone, guarded)]
-    noting = statistics.median(guarded.noting) * 1e6
-    print(f"a step without {each[0]:.1f} us, with {each[1]:.1f} us, of which noting takes {noting:.1f} us")
+    print(f"a step without {each[0]:.1f} us, with {each[1]:.1f} us")
     print(
         f"ratio, median of {len(ratios)} pairs of {options.block} steps: {statistics.median(ratios):.4f} "
         f"(quartiles {', '.join(f'{value:.4f}' for value in statistics.quantiles(ratios)[::2])})"

@@ -31,7 +31,7 @@ KEYS = {
     "memguard/batch_size",
     "memguard/limit_gib",
     "memguard/usable_gib",
-    "memguard/rescued_steps",
+    "memguard/offloaded_steps",
     "memguard/step_seconds",
     *(f"memguard/parts/{part}_gib" for part in PARTS),
 }

@@ -16,8 +16,6 @@ from lightning_memguard.report.failure import (
     announcement,
     note,
     overrun_words,
-    refusal_words,
-    rescue_words,
 )
 from lightning_memguard.units import GIB
 
@@ -130,32 +128,3 @@ def test_out_of_memory_where_activations_were_unknown_names_no_size_that_would_h
     assert "Note on the prediction: the step could not run on a copy." in text
     assert text.endswith("Which batch size would have fit is unknown: try a smaller one.")
     assert "7" not in text
-
-
-def test_a_step_in_parts_is_announced_as_the_same_step():
-    assert rescue_words(6, 1, ()) == (
-        "A training batch of 6 samples ran out of memory. It was run again in parts of at most 1 sample, with the "
-        "gradients of the whole batch; the optimizer steps once. Later steps are rescued in silence; "
-        "`memguard/rescued_steps` counts them."
-    )
-
-
-def test_what_a_step_in_parts_changes_is_named():
-    text = rescue_words(6, 2, ("batch norm normalizes each part",))
-    assert 'which is not the same step (batch norm normalizes each part): on_oom="split" asks for it.' in text
-
-
-def test_a_step_that_was_known_to_be_too_large_has_not_run_out_of_memory():
-    text = rescue_words(6, 2, (), failed=False)
-    assert text.startswith("A training batch of 6 samples is known to be too large. It was run in parts of at most 2 s")
-
-
-def test_an_evaluation_in_parts_is_announced_without_gradients():
-    text = rescue_words(6, 3, (), evaluates=True)
-    assert text.startswith("A validation or test batch of 6 samples ran out of memory. It was run again in parts of at")
-    assert text.endswith("and what they log and return is that of the whole batch. Later ones are in silence.")
-
-
-def test_the_reason_of_a_refusal_is_a_sentence():
-    assert refusal_words("mm mixes samples") == "The step was not done again in parts of its batch: mm mixes samples."
-    assert refusal_words("") == ""

@@ -50,7 +50,7 @@ from lightning_memguard.core.simulation.value_sizes import ValueSizes, assumptio
 from lightning_memguard.core.trace.kept import Kept
 from lightning_memguard.core.trace.scratch import CudaTarget
 from lightning_memguard.core.trace.trace import Answers, Event, Method, Shares, Trace
-from lightning_memguard.core.trace.work import COMMUNICATION, RANDOM, SPECIAL, Work
+from lightning_memguard.core.trace.work import COMMUNICATION, RANDOM, SPECIAL, TRANSFER, Work
 from lightning_memguard.errors import CannotTraceError, MemGuardError
 
 _device_of = torch.ops.prim.device.default
@@ -98,6 +98,7 @@ class Recorder(Storages, TorchDispatchMode):
         self.ran_backward = False
         self.scripted = False  # by TorchScript, which does otherwise in its first run
         self.kept: tuple[Kept, ...] = ()
+        self.counts_steps = False  # a schedule; see `Trace`
         self._work: dict[bool, tuple[int, list[Work]]] = {}  # in which step; by whether the optimizer runs it
         self._first_steps: dict[bool, int] = {}
         self.flops: Counter[str] | None = None  # of products in the forward pass by module, if they are counted
@@ -313,7 +314,7 @@ class Recorder(Storages, TorchDispatchMode):
         answers = self.reads.noted if NOTE in self.assumptions else ()
         # The work of a batch, then of an optimizer step.
         work = tuple(itertools.chain.from_iterable(noted for _, (_, noted) in sorted(self._work.items())))
-        return Trace(*read, kept=self.kept, work=work, answers=answers)
+        return Trace(*read, kept=self.kept, work=work, answers=answers, counts_steps=self.counts_steps)
 
     def _checked(self) -> Iterator[str]:
         lines = [line for line in self._checks if line]
@@ -343,6 +344,12 @@ class Recorder(Storages, TorchDispatchMode):
         noted = self._work_noted(updates=True)
         if noted is not None:
             noted.append(Work(COMMUNICATION, 0, nbytes, updates=True))
+
+    def note_moved(self, nbytes: int) -> None:
+        """Note activations that go to the host until their backward pass."""
+        noted = self._work_noted(updates=False)
+        if noted is not None:
+            noted.append(Work(TRANSFER, 0, nbytes))
 
 
 _LISTED = 3  # lines of checks

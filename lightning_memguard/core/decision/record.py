@@ -41,8 +41,8 @@ class Measured:
 class EpochRecord:
     """Predicted and measured, for one epoch.
 
-    ``margin_bytes`` of the budget were to be kept free. ``rescued`` steps were done in parts of their batch, on any
-    rank: ``out_of_memory`` of them since the whole batch ran out of memory, the others since it would have.
+    ``margin_bytes`` of the budget were to be kept free. ``offloaded`` steps kept saved
+    activations on the host.
     ``loader_batch_sizes`` are those of each loader, if there are several. ``predicted_host_bytes`` is `HostUse.parts`
     together. ``expected_bytes`` is the range that the epochs before this one leave for the peak of the device; None for
     the first, and on the CPU.
@@ -54,8 +54,7 @@ class EpochRecord:
     measured: Measured
     budget_bytes: int
     margin_bytes: int = 0
-    rescued: int = 0
-    out_of_memory: int = 0
+    offloaded: int = 0
     loader_batch_sizes: tuple[int, ...] = ()
     predicted_host_bytes: int = 0
     expected_bytes: tuple[int, int] | None = None
@@ -98,7 +97,7 @@ class EpochRecord:
             "memguard/batch_size": float(self.batch_size),
             "memguard/limit_gib": self.budget_bytes / GIB,
             "memguard/usable_gib": (self.budget_bytes - self.margin_bytes) / GIB,
-            "memguard/rescued_steps": float(self.rescued),
+            "memguard/offloaded_steps": float(self.offloaded),
         }
         if self.has_error:
             metrics["memguard/error_pct"] = 100 * self.error_ratio

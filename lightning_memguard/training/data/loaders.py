@@ -24,6 +24,7 @@ from lightning_memguard.errors import CannotTraceError
 from lightning_memguard.training.adapter import loader_access, stand_ins
 from lightning_memguard.training.data import resizing
 from lightning_memguard.training.data.copies import apart, preserve_state
+from lightning_memguard.training.data.set_sizes import sets_its_size
 from lightning_memguard.training.facts.lightning_types import lightning_of
 from lightning_memguard.training.facts.ranks import warn
 from lightning_memguard.training.facts.run_facts import LIMIT_NAMES, Role, RunFacts
@@ -46,6 +47,7 @@ class Source:
         is_torch: whether it is a DataLoader.
         drops_last: whether an epoch leaves out a last batch that is not full.
         own_batches: whether the user's code makes the batches; then ``counts`` has how many at which size, as asked.
+        was_set: whether someone has set the batch size.
     """
 
     held: list[Iterable[Any]]
@@ -57,6 +59,7 @@ class Source:
     drops_last: bool = False
     own_batches: bool = False
     counts: dict[int, int | None] = field(default_factory=dict, compare=False)
+    was_set: bool = True
 
     @property
     def loader(self) -> Iterable[Any]:
@@ -170,6 +173,11 @@ class LoaderInfo:
         return min((source.batch_size for source in self.sources if source.batch_size), default=0)
 
     @property
+    def was_set(self) -> bool:
+        """Whether someone has set the batch size of any loader: the others keep their ratio to it."""
+        return any(source.was_set for source in self.sources)
+
+    @property
     def full_size(self) -> int:
         """Samples in a full batch: a single loader may have fewer in all than its batch size."""
         most = self.dataset_size if len(self.sources) == 1 else None
@@ -276,6 +284,7 @@ def source_of(loader: Iterable[Any], origin: str, ranks: int = 1, *, recreated: 
             is_torch=is_torch,
             drops_last=resizing.drops_last(loader),
             own_batches=resizing.makes_own_batches(loader),
+            was_set=size != 1 or sets_its_size(loader),
         )
 
 
@@ -374,6 +383,17 @@ def leaves_one(info: LoaderInfo, batch_size: int) -> bool:
 
     sources = [source for source in info.sources if rest(source, source.batch_size) != 1]
     return any(rest(source, info.size_of(source, batch_size)) == 1 for source in sources)
+
+
+def leaves_out(info: LoaderInfo, batch_size: int) -> bool:
+    """Whether ``drop_last`` leaves out samples at a larger batch size that an epoch has at the user's own."""
+
+    def seen(source: Source, size: int) -> int:
+        return (source.batches(size) or 0) * size
+
+    dropping = [source for source in info.sources if source.drops_last]
+    larger = [(source, size) for source in dropping if (size := info.size_of(source, batch_size)) > source.batch_size]
+    return any(seen(source, size) < seen(source, source.batch_size) for source, size in larger)
 
 
 def rewrite_loaders(

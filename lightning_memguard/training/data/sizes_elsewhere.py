@@ -44,6 +44,12 @@ def held_elsewhere(module: nn.Module, batch_size: int, callbacks: Iterable[objec
     return ""
 
 
+def counts_steps(module: nn.Module) -> bool:
+    """Whether a method of the user's modules sets learning rates by the number of steps, as a warm-up by hand does."""
+    names = (_names_in(function.__code__) for kind in _classes(module) for function in _functions(kind))
+    return any({"global_step", "param_groups"} <= each for each in names)
+
+
 def _numbers(
     module: nn.Module, code: Mapping[FunctionType, set[str]], batch_size: int
 ) -> Iterator[tuple[str, object, str, str]]:

@@ -76,6 +76,11 @@ def say(text: str) -> None:
     _logger().info(text)
 
 
+def explains() -> bool:
+    """Whether all that is known is asked for, by the level DEBUG."""
+    return _logger().isEnabledFor(logging.DEBUG)
+
+
 def is_heard() -> bool:
     """Whether anything becomes of what is said."""
     return _logger().isEnabledFor(logging.INFO)

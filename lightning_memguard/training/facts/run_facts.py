@@ -69,6 +69,7 @@ class RunFacts:
     data_ranks: int
     global_rank: int
     accumulate_grad_batches: int
+    max_steps: int
     validates: bool
     val_check_interval: int | float | None
     check_val_every_n_epoch: int | None
@@ -116,6 +117,7 @@ def read_run_facts(trainer: Trainer, stage: Stage = "fit") -> RunFacts:
         data_ranks=data_ranks(trainer.strategy, trainer.world_size),
         global_rank=trainer.global_rank,
         accumulate_grad_batches=trainer.accumulate_grad_batches,
+        max_steps=trainer.max_steps,
         validates=trainer.enable_validation,
         # Lightning 2.6 sets no such attribute if the interval is a time
         val_check_interval=getattr(trainer, "val_check_interval", None),

@@ -108,4 +108,4 @@ def estimate(
     prediction = predicted(subject, target, capacity_bytes=target.capacity_bytes, measured=file)
     found, trace = prediction.footprint_at(size), prediction.own_trace_at(size)
     trace = replace(trace.only("point"), kernels=(), scratch_spans=())
-    return replace(found, trace=trace, settings=prediction.settings)
+    return replace(found, trace=trace, settings=prediction.curve.settings)

@@ -19,9 +19,9 @@ from lightning_memguard.core.batch.nesting import LISTS
 from lightning_memguard.core.capture.recorder import gradients_of, part_bytes, states_of
 from lightning_memguard.core.decision.decision import HostUse
 from lightning_memguard.core.device.host import available_memory, or_none
+from lightning_memguard.core.device.out_of_memory import causes_of
 from lightning_memguard.report.failure import worker_words
 from lightning_memguard.training.facts.ranks import attempt
-from lightning_memguard.training.rescue.memory import causes_of
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer

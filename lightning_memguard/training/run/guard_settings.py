@@ -15,12 +15,12 @@ class GuardSettings(Limits):
     """MemGuard's settings, checked; see there."""
 
     mode: Literal["tune", "check"] = "tune"
-    on_oom: Literal["split", "raise"] | None = None
+    offload: Literal["if_needed", "always", "never"] = "if_needed"
     min_steps_per_epoch: int | None = 50
     max_setup_seconds: float | None = 60.0
     host_budget_bytes: int | None = None
     divides: bool = True  # a batch that does not fit, and accumulates gradients
-    prefer: Literal["largest", "smallest_fast"] = "largest"
+    batch_size: Literal["auto", "keep", "largest", "fastest"] = "auto"
     learns: bool = True  # from measurements of earlier runs, and for later ones
 
     def __post_init__(self) -> None:
@@ -42,8 +42,3 @@ class GuardSettings(Limits):
     def steps_to_keep(self) -> int | None:
         """Optimizer steps that an epoch keeps; None if the user has set the samples of each."""
         return None if self.keep_effective_batch_size else self.min_steps_per_epoch
-
-    @property
-    def splits(self) -> bool:
-        """Whether a step that runs out of memory may be done in parts."""
-        return self.mode == "tune" and self.on_oom != "raise"

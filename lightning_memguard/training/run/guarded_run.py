@@ -14,35 +14,36 @@ from torch.optim import LBFGS
 from lightning_memguard.core.decision.decision import Decision
 from lightning_memguard.core.decision.record import EpochRecord, Measured
 from lightning_memguard.core.device.malloc import KEPT_FREED_RATIO, Trimmer, return_freed_memory
-from lightning_memguard.core.device.meter import ActualSnapshot
+from lightning_memguard.core.device.meter import ActualSnapshot, save_snapshot_now
+from lightning_memguard.core.device.out_of_memory import ran_out_of_memory
 from lightning_memguard.core.replay.learned import range_after
 from lightning_memguard.core.replay.snapshot import save_snapshot
 from lightning_memguard.core.trace.kept import MOST_EPOCHS
 from lightning_memguard.errors import MemGuardError
-from lightning_memguard.report.decision_table import evaluation_text, last_line, setup_text, warning_of, why
-from lightning_memguard.report.failure import announcement, kept_words, note, overrun_words, refusal_words
+from lightning_memguard.report.decision_table import evaluation_text, last_line, setup_text, warning_of
+from lightning_memguard.report.failure import Failure, announcement, kept_words, note, overrun_words
 from lightning_memguard.report.loggers import Boards
 from lightning_memguard.report.page import PAGE_NAME, Page, write_report
 from lightning_memguard.report.page_data import Report
-from lightning_memguard.report.words import counted, with_stage
+from lightning_memguard.report.words import with_stage
 from lightning_memguard.training.adapter.callbacks import learning_rates_tried
 from lightning_memguard.training.adapter.loader_access import set_batch_size
 from lightning_memguard.training.adapter.metrics import forget_logged, log_epoch
 from lightning_memguard.training.adapter.program import logging_step
 from lightning_memguard.training.data.loaders import rewrite_loaders
-from lightning_memguard.training.facts.ranks import attempt, say, warn
+from lightning_memguard.training.facts.ranks import attempt, explains, say, warn
 from lightning_memguard.training.facts.run_facts import Stage
-from lightning_memguard.training.rescue.memory import ran_out_of_memory
-from lightning_memguard.training.rescue.rescuer import Rescuer
 from lightning_memguard.training.run.aftermath import held_elsewhere, oom_kills, worker_note
 from lightning_memguard.training.run.batch_monitor import BatchWatch, failure, size_within_budget
 from lightning_memguard.training.run.growth_watch import GrowthWatch
 from lightning_memguard.training.run.guard_settings import GuardSettings
 from lightning_memguard.training.run.measuring import Measuring
+from lightning_memguard.training.run.offloading import Offloading
 from lightning_memguard.training.run.profile import RunProfile
-from lightning_memguard.training.run.resume import resume, saved_in
+from lightning_memguard.training.run.resume import is_over, resume, saved_in
 from lightning_memguard.training.run.run_report import folder_of, report_of
 from lightning_memguard.training.run.tune import recheck, tune, with_steps
+from lightning_memguard.units import counted
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer
@@ -75,7 +76,7 @@ class GuardedRun:
         self.device = self.trainer.strategy.root_device
         self.measuring = Measuring(self.trainer, self.module)
         self.tuning = tune(self.trainer, self.module, self.settings, self.stage)
-        self._announced = False
+        self._announced = self._is_over = False
         self._sized = False
         self._undo: list[Callable[[], None]] = []
         self._oom_kills = oom_kills()
@@ -85,7 +86,7 @@ class GuardedRun:
         self._boards: Boards | None = None
         self._recorder = SnapshotRecorder(self.trainer, snapshot) if snapshot else None
         self._trim: Trimmer | None = None
-        self._rescuer: Rescuer | None = None
+        self._offloading: Offloading | None = None
         if self.decision.host:
             self.measuring.watch_children()
         self._growth: GrowthWatch | None = None
@@ -120,7 +121,7 @@ class GuardedRun:
         if validation is not None:
             own_size = validation.batch_size
             follows = free and not validation.fixed_because
-            size = (lambda: self.decision.validation_batch_size or own_size) if follows else None
+            size = (lambda: self._validation_size(own_size)) if follows else None
             self._undo.append(rewrite(validation, size))
         if not tunes:
             return
@@ -129,6 +130,11 @@ class GuardedRun:
             self._trim = Trimmer() if self.device.type == "cpu" else None
         self._follow()
         self._warn_of_short_search()
+
+    def _validation_size(self, own_size: int) -> int:
+        """Return the size to make validation loaders with, 0 to leave them: at their own, whatever a hook reads now."""
+        size = self.decision.validation_batch_size or own_size
+        return size if size != own_size or self._sized else 0
 
     def _follow(self) -> None:
         """Set the batch size and accumulation that schedules and loggers read."""
@@ -155,11 +161,15 @@ class GuardedRun:
             setattr(self.trainer, name, value)
 
     def _batch_size(self) -> int:
-        """Return the size to make loaders with; checked again, as other callbacks now hold what they will hold."""
+        """Return the size to make loaders with, 0 to leave them as they are; checked again.
+
+        Other callbacks now hold what they will hold.
+        """
         reason = attempt(self._recheck).reason
         if reason:
             self._warn(f"MemGuard could not count what other callbacks hold: {reason}")
-        return self._size_to_set
+        size = self._size_to_set
+        return 0 if size == self.decision.requested_batch_size else size
 
     @property
     def _size_to_set(self) -> int:
@@ -174,7 +184,7 @@ class GuardedRun:
         self.tuning = recheck(self.tuning, self.trainer.callbacks, self.module, self.settings)  # type: ignore[attr-defined]
         if self.decision.batch_size != before.batch_size:
             self._follow()
-            self._warn(warning_of(self.decision) or why(self.decision))
+            self._warn(warning_of(self.decision) or self.decision.reason)
         elif self.decision.verdict != before.verdict:
             self._warn(warning_of(self.decision))
 
@@ -184,6 +194,7 @@ class GuardedRun:
         if not self.trains or profile is None or not profile.request.free_to_choose:
             return
         saved, before = saved_in(checkpoint, profile.request.batch_size), self.decision
+        self._is_over = is_over(checkpoint, self.trainer.max_epochs, self.trainer.max_steps)
         if saved is not None:
             self.tuning = with_steps(resume(self.tuning, saved, self.settings))
             self._follow()
@@ -191,29 +202,35 @@ class GuardedRun:
             self.announce()
 
     def announce(self) -> None:
-        """Print the table; warn if MemGuard could not do what was asked, or the training may not fit.
+        """Print the decision in a line, and in a table if memory is tight.
 
-        What the warning says is not printed as well.
+        It warns if MemGuard could not do what was asked; what that says is not printed as well.
         """
         self._announced = True
         self._undo_division_for_lbfgs()
-        if self.trainer.is_global_zero:
+        if self.trainer.is_global_zero and not self._has_no_steps:
             warning = warning_of(self.decision)
-            if self.trains and self.decision.footprint:
+            if self.trains and self.decision.footprint and (self.decision.is_tight or explains()):
                 say(setup_text(self.decision, explain=not warning, most_parts=_MOST_PARTS))
             elif not warning:
-                say(evaluation_text(self.decision, self.stage))
+                say(f"MemGuard: {self.decision.reason}" if self.trains else evaluation_text(self.decision, self.stage))
             for text in filter(None, (warning, kept_words(self.decision))):
                 self._warn(text)
+
+    @property
+    def _has_no_steps(self) -> bool:
+        trainer = self.trainer
+        none_asked = not trainer.max_epochs if trainer.max_epochs is not None else trainer.max_steps == 0
+        return self.trains and (none_asked or 0 in (trainer.max_steps, trainer.limit_train_batches) or self._is_over)
 
     def _undo_division_for_lbfgs(self) -> None:
         """Undo a division if optimizers, which exist only now, ask for a step's gradients many times, as LBFGS does."""
         decision = self.decision
         if decision.pieces > 1 and any(isinstance(optimizer, LBFGS) for optimizer in self.trainer.optimizers):
             asked, size = decision.requested_batch_size, decision.batch_size
-            reason = f"{asked} samples do not fit, and each optimizer step sees {size}: LBFGS accumulates no gradients"
+            because = f"{asked} samples do not fit, and each optimizer step sees {size}: LBFGS accumulates no gradients"
             batches = decision.requested_accumulate_grad_batches
-            decision = replace(decision, accumulate_grad_batches=batches, reason=reason)
+            decision = replace(decision, accumulate_grad_batches=batches, because=because)
             self.tuning = with_steps(replace(self.tuning, decision=decision))
             self._follow()
 
@@ -235,23 +252,19 @@ class GuardedRun:
 
     def start(self) -> None:
         """Show the decision, watch batches and steps, and write the snapshot that was asked for before a fit."""
-        if self.stage != "predict" and self.settings.splits:
-            self._rescuer = Rescuer(
-                self.trainer,
-                self.module,
-                self._warn_on_any_rank,
-                lenient=self.settings.on_oom == "split",
-                cuts=self.tuning.cuts,
-                fits_now=lambda nbytes: not (watch := self._watches.get("train")) or watch.fits_now(nbytes),
-                fitting=lambda part: watch.fitting(part) if (watch := self._watches.get("train")) else None,
-            )
-            self._rescuer.install()
         profile, recorder = self.tuning.profile, self._recorder
         if profile is not None:
             self._show(profile)
             self._watch_batches(profile)
+            self._offloading = attempt(lambda: self._start_offloading(profile)).value
         if self.trains and recorder is not None and self.trainer.is_global_zero:
             self._try_writing("snapshot", lambda: self.save_snapshot(recorder.path))
+
+    def _start_offloading(self, profile: RunProfile) -> Offloading | None:
+        settings, things = self.settings, (self.trainer, self.module, profile, self.measuring)
+        if not self.trains or settings.mode != "tune" or settings.offload == "never":
+            return None
+        return Offloading(*things, self._warn_on_any_rank, settings.offload)
 
     def start_measuring(self) -> None:
         """Start measuring; what the model and its optimizers hold by now is the training's."""
@@ -270,9 +283,9 @@ class GuardedRun:
             self._growth = attempt(lambda: GrowthWatch(self.device, self.module, others)).value
 
     def _watch_batches(self, profile: RunProfile) -> None:
-        runs = {"train" if self.trains else "val": (profile.prediction, self.decision.batch_size)}
-        if profile.validation is not None:
-            runs["val"] = (profile.validation.prediction, profile.validation.batch_size)
+        runs = {"train" if self.trains else "val": (profile.step, self.decision.batch_size)}
+        if profile.validation is not None and profile.evaluation is not None:
+            runs["val"] = (profile.evaluation, profile.validation.batch_size)
         self._watches = {role: attempt(partial(BatchWatch, profile, *run)).value for role, run in runs.items()}
 
     def _show(self, profile: RunProfile) -> None:
@@ -325,10 +338,15 @@ class GuardedRun:
         except Exception:  # noqa: BLE001 - a batch that cannot be examined is trained on all the same
             self._watches[role] = None
             return
-        if larger is not None:
-            rescuer = self._rescuer if role == "train" else None
-            at_once = attempt(partial(rescuer.expect, batch, larger)).value if rescuer else 0
-            self._warn(announcement(larger, role, batch_idx, at_once or 0))
+        offloading = self._offloading if role == "train" else None
+        if offloading is None:
+            if larger is not None:
+                self._warn(announcement(larger, role, batch_idx))
+            return
+        if reason := attempt(partial(offloading.before, watch, batch, batch_idx, larger)).reason:
+            self._offloading = None
+            offloading.close()
+            self._warn_on_any_rank(f"MemGuard will not put activations on the host: {reason}")
 
     # -- at each epoch
 
@@ -339,8 +357,8 @@ class GuardedRun:
             self._growth = None
         if not self.records:
             self.measuring.restart()
-        if self._rescuer is not None:
-            self._rescuer.policy.restart()
+        if self._offloading is not None:
+            self._offloading.steps = 0
         forget_logged(self.trainer)
 
     def _note_growth(self) -> None:
@@ -404,19 +422,16 @@ class GuardedRun:
         measured, budget = self.measuring.peak_by_part(), decision.budget
         measured = replace(measured, step_seconds=self.measuring.step_seconds)
         epoch, size = self.trainer.current_epoch, decision.batch_size
-        failed, rescued = set[int](), set[int]()
-        if self.settings.splits and self.trains:  # on all ranks alike
-            policy = self._rescuer.policy if self._rescuer else None
-            every = self.tuning.ranks.gather((policy.failures, policy.steps) if policy else (failed, rescued))
-            failed, rescued = (set[int]().union(*steps) for steps in zip(*every, strict=True))
-        counts = budget.free_bytes, budget.margin_bytes, len(rescued), len(failed)
+        offers = budget.free_bytes, budget.margin_bytes
+        own = self._offloading.steps if self._offloading else 0
+        moved = max(self.tuning.ranks.gather(own)) if self.trains else 0
         on_host = sum(decision.host.parts.values()) if decision.host else 0
         seen = [
             each.measured.peak_bytes for each in self.records if each.has_error and each.measured.peak_reserved_bytes
         ]
         again = range_after(max(seen)) if seen else None
         loaders = decision.loader_batch_sizes
-        return EpochRecord(epoch, size, decision.footprint, measured, *counts, loaders, on_host, again)
+        return EpochRecord(epoch, size, decision.footprint, measured, *offers, moved, loaders, on_host, again)
 
     def summarize(self) -> None:
         """Print how close the prediction came; what the last epoch has left to be saved counts too."""
@@ -448,7 +463,7 @@ class GuardedRun:
         if self.tuning.ranks.rank:
             return path
         if profile is None:
-            raise MemGuardError(f"There is no predicted step to write: {decision.reason}.")
+            raise MemGuardError(f"There is no predicted step to write: {decision.because}.")
         return save_snapshot(profile.trace_at(decision.batch_size), profile.prediction.settings, path)
 
     def page(self) -> Page:
@@ -489,23 +504,44 @@ class GuardedRun:
     # -- when it is over
 
     def note_on(self, error: BaseException) -> str:
-        """Say why memory ran out, what would have fit, and why no rescue came; empty for other errors."""
+        """Say why memory ran out, and what would have fit; empty for other errors."""
         if not ran_out_of_memory(error):
             return worker_note(error, self.decision.host, self._oom_kills)
-        refused = self._rescuer.refused if self._rescuer else ""
-        return "\n".join(filter(None, (self._note_on_prediction(error), refusal_words(refused))))
-
-    def _note_on_prediction(self, error: BaseException) -> str:
         profile, footprint = self.tuning.profile, self.decision.footprint
         if profile is None or footprint is None:
-            return f"MemGuard made no prediction: {self.decision.reason}."
+            return f"MemGuard made no prediction: {self.decision.because}."
         trainer = self.trainer
         role = "val" if trainer.evaluating or trainer.predicting or trainer.validating else "train"
         watch = self._watches.get(role) or next(filter(None, self._watches.values()), None)
-        watch = watch or BatchWatch(profile, profile.prediction, self.decision.batch_size)
+        watch = watch or BatchWatch(profile, profile.step, self.decision.batch_size)
         elsewhere = attempt(lambda: held_elsewhere(trainer, self.module, error)).value or {}
         found = {"elsewhere": elsewhere, "between_steps": self.measuring.between_steps}
-        return note(failure(watch, footprint, attempt(self.measuring.peak_by_part).value, **found))
+        failed = failure(watch, footprint, attempt(self.measuring.peak_by_part).value, **found)
+        lines = [note(failed)]
+        if role == "train" and self.trains:
+            attempt(lambda: self._remember_failure(failed, profile))
+            if self._offloading is not None and self._offloading.why_not:
+                lines.append(f"Its activations could not go to the host: {self._offloading.why_not}.")
+        lines += filter(None, [attempt(self._save_failed_step).value])
+        return "\n".join(lines)
+
+    def _remember_failure(self, failed: Failure, profile: RunProfile) -> None:
+        """Store that the usual batch did not fit; a larger one tells nothing of the step that is predicted."""
+        there_was = min(each.free_bytes for each in (failed.budget, failed.budget_now) if each)
+        if failed.larger is None:
+            names = str(self.trainer.precision), type(self.module).__name__
+            self.tuning.earlier.remember_failure(there_was, self.decision, profile, *names)
+
+    def _save_failed_step(self) -> str:
+        """Write the predicted step, and on CUDA what the allocator holds; say where."""
+        if self._folder is None or self.tuning.ranks.rank:
+            return ""
+        path = self.save_snapshot(self._folder / "memguard_out_of_memory.pickle")
+        text = f"Memory snapshot of the predicted step: {path}"
+        if self.device.type == "cuda":
+            actual = save_snapshot_now(actual_path(path))
+            text += f"; of the device: {actual}. `memguard compare` and pytorch.org/memory_viz read them"
+        return f"{text}."
 
     def close(self) -> None:
         """Stop measuring and recording, and leave the Trainer and the user's objects as they were."""
@@ -514,13 +550,13 @@ class GuardedRun:
         self._watches.clear()
         self._report = self._boards = self._growth = None
         attempt(self._end_recording)
-        if self._rescuer is not None:
-            self._rescuer.close()
+        if self._offloading is not None:
+            attempt(self._offloading.close)
         self.measuring.close()
         profile = self.tuning.profile
         if profile is not None:
             self.tuning = replace(self.tuning, profile=profile.detached())
-        del self.trainer, self.module, self.measuring, self._rescuer  # a guard that is kept does not keep its run
+        del self.trainer, self.module, self.measuring, self._offloading  # a guard that is kept does not keep its run
 
 
 def actual_path(path: Path) -> Path:

@@ -154,7 +154,7 @@ def test_a_method_that_a_callback_calls_is_reached() -> None:
 
 
 def test_a_run_keeps_its_size_and_says_why(trainer: Any, small: Any, dataset: Any) -> None:
-    guard, module = MemGuard(budget="1GiB"), small()
+    guard, module = MemGuard(batch_size="largest", budget="1GiB"), small()
     module.loss_of = Loss(10)
     trainer(guard).fit(module, torch.utils.data.DataLoader(dataset, batch_size=10))
     assert guard.decision.outcome == "kept"

@@ -1,38 +1,24 @@
-"""Random small training programs: is a step that ran out of memory and was done again in parts the same step?
+"""Random small training programs, composed from `data/program_grammar.txt`: a seed gives a LightningModule's source.
 
-    python benchmarks/rescue_random.py --count 500 --seed 0   # the verdict; status 1 if a step became another one
-    python benchmarks/rescue_random.py --show 17              # the program of one seed, and how it ends
-    python benchmarks/rescue_random.py --truth --count 500    # no rescue: all programs run, and run the same twice
-
-A seed gives the source of a LightningModule, composed from `data/rescue_grammar.txt`. About half of the programs also
-mix samples in a way that no sum over parts can repeat. Each trains four steps, fails and is compared as in `rescue.py`:
-in float64 to 1e-9, and every fourth program in float32 to 1e-5.
+About half of the programs also mix samples, as no step in parts of a batch could: norms over a batch, contrastive
+losses, counts.
 """
 
 from __future__ import annotations
 
-import argparse
 import linecache
 import random
 import re
 import sys
 import textwrap
-import time
 import types
-import warnings
-from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.utils.data import DataLoader
 
-from rescue import Verdict, examine
-from rescue_programs import began
-from shared.truth import quieten
-
-GRAMMAR = Path(__file__).parent / "data" / "rescue_grammar.txt"
+GRAMMAR = Path(__file__).parents[1] / "data" / "program_grammar.txt"
 
 
 def _tables() -> dict[str, dict[str, tuple[list[str], list[str]]]]:
@@ -61,7 +47,7 @@ MIXERS = {name: title[6:] for title in TABLES if title.startswith("mixer ") for 
 
 @dataclass(frozen=True)
 class Program:
-    """A training as source text; `rescue.py` trains it."""
+    """A training as source text."""
 
     seed: int
     source: str
@@ -75,11 +61,6 @@ class Program:
         """Float64, but float32 for every fourth program."""
         return "32-true" if self.seed % 4 == 3 else "64-true"
 
-    @property
-    def loose(self) -> float:
-        """Factor for the tolerance."""
-        return 10.0 if self.precision == "32-true" else 1000.0
-
     def __str__(self) -> str:
         mixer = f"mixer {self.mixer} ({self.gate})" if self.mixer else "no mixer"
         return f"seed {self.seed}: {self.precision} {self.settings}; {mixer}; {', '.join(self.tags)}"
@@ -91,16 +72,7 @@ class Program:
         module.__file__ = f"{name}.py"
         linecache.cache[module.__file__] = (1, None, self.source.splitlines(keepends=True), module.__file__)
         exec(compile(self.source, module.__file__, "exec"), vars(module))
-        return type("Begins", (Begins, module.Program), {})(), DataLoader(list(module.batches()), batch_size=None)
-
-
-class Begins:
-    """Goes before a program's module: a step of it begins."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        for each in began:
-            each()
-        return super().training_step(batch, batch_idx)
+        return module.Program(), DataLoader(list(module.batches()), batch_size=None)
 
 
 class Draft:
@@ -255,52 +227,3 @@ def _source(draft: Draft, sizes: list[int]) -> str:
     return "\n".join(
         [*parts, f"\n    def configure_optimizers(self):\n        return torch.optim.{rng.choice(optimizers)}\n"]
     )
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=500)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--show", type=int, help="print the program of this seed, and how it ends")
-    parser.add_argument("--truth", action="store_true", help="without the rescue")
-    options = parser.parse_args()
-    options.steps, options.how = 4, "direct"
-    warnings.simplefilter("ignore")
-    quieten()
-    torch.set_num_threads(1)
-    seeds = [options.show] if options.show is not None else range(options.seed, options.seed + options.count)
-    found, start = [], time.perf_counter()
-    for seed in seeds:
-        program = compose(seed)
-        verdict = examine(program, program.precision, options)
-        found.append((program, verdict))
-        if options.show is not None or verdict.outcome in ("OTHER", "broken"):
-            print(program, program.source, f"{verdict.outcome}: {verdict.words}", sep="\n", flush=True)
-    print(f"{len(found)} programs in {time.perf_counter() - start:.0f} s")
-    return report(found)
-
-
-def report(found: list[tuple[Program, Verdict]]) -> int:
-    """Print the verdicts; return the exit status."""
-    for mixed in (False, True):
-        some = [(p, verdict) for p, verdict in found if bool(p.mixer) == mixed]
-        print(f"\n{'with a mixer' if mixed else 'without a mixer'}: {len(some)}")
-        for ended, count in Counter(verdict.outcome for _, verdict in some).most_common():
-            print(f"  {count:4} {ended}")
-        reasons: dict[str, list[int]] = {}
-        for p, verdict in some:
-            if verdict.outcome == "refused":
-                reason = re.sub(r"random_program_\d+\.py:\d+|\d+", "N", verdict.words)[:150]
-                reasons.setdefault(reason, []).append(p.seed)
-        for reason, seeds in sorted(reasons.items(), key=lambda item: -len(item[1])):
-            print(f"       {len(seeds):4} {reason} (seeds {', '.join(map(str, seeds[:3]))})")
-    for p, verdict in found:
-        if p.mixer and verdict.outcome == "equal":
-            print(f"equal with a mixer: {p}")
-    bad = [p.seed for p, verdict in found if verdict.outcome in ("OTHER", "broken")]
-    print(f"OTHER or broken: {len(bad)} {bad}")
-    return int(bool(bad))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

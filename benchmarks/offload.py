@@ -1,0 +1,403 @@
+"""A step with its saved tensors elsewhere: the same step, as predicted, and what it costs.
+
+fuzz       random programs (views, writes in place, detached and `.data` writes, checkpoints, fused attention, complex
+           numbers, three precisions; backward inside and outside, twice, for a gradient penalty), with and without, for
+           several `keep_bytes` and both tiers: the same bits, or the same error in PyTorch's own words. Only programs
+           that write where autograd cannot see may differ, and are counted.
+compiled   fused attention under Inductor, by block and whole, with the hooks switched on in mid-run (needs g++)
+peaks      the predicted peak next to PyTorch's profiler, and how far steps fall on GPUs that are not there
+cost       microseconds for each saved tensor that stays, and that moves; bytes that 120 steps leave behind
+
+    python benchmarks/offload.py fuzz --count 5000
+    python benchmarks/offload.py fuzz --show 17        # the program of one seed, and how it ends
+    python benchmarks/offload.py peaks
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import os
+import random
+import re
+import sys
+import time
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from lightning_memguard import estimate, offload_activations
+from lightning_memguard.training.offload.engine import Offload
+from lightning_memguard.training.offload.tiers import File, Host
+from shared.predicted import predict_here
+from shared.process import forked
+from shared.truth import measure_here
+from shared.zoo import CASES, Case, case_named
+
+MIB = 1 << 20
+
+# -- random programs
+
+N = 12
+
+
+@dataclass(frozen=True)
+class Program:
+    """What is done to which of the tensors so far, each time a new one; then how it is run backward."""
+
+    dtype: torch.dtype
+    steps: Sequence[tuple[str, float, float, int]]
+    held: int  # how many of the tensors stay in reach; a tensor that lives is never brought back
+    ending: str
+
+
+class Ran:
+    """Tensors of N x N that a program has made, and its loss."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        torch.manual_seed(0)
+        self.leaves = [torch.randn(N, N, dtype=dtype, requires_grad=True) for _ in range(2)]
+        self.made = [leaf * 1 for leaf in self.leaves]
+        self.loss = torch.zeros((), dtype=dtype)
+
+
+class Reads(torch.autograd.Function):
+    """Saves what it is given, another dtype's view of it, and its own result."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+        result = x * 2 + y
+        ctx.save_for_backward(x, y.detach().view(torch.uint8) if y.is_contiguous() else y, result)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, y, result = ctx.saved_tensors
+        return grad * x, grad * result + y.sum().to(grad.dtype) * 1e-3
+
+
+class Overwrites(torch.autograd.Function):
+    """Uses the tensor it saved as memory for its gradient, as fused kernels do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        y = x.sin()
+        ctx.save_for_backward(y)
+        return y * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (y,) = ctx.saved_tensors
+        return y.mul_(grad).clone()
+
+
+def qkv(x: Tensor, y: Tensor) -> Tensor:
+    q, k, v = torch.cat([x, y, x], 1).view(1, N, 3, 3, 4).permute(2, 0, 3, 1, 4).unbind(0)
+    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(N, N)
+
+
+def without_gradient(x: Tensor) -> Tensor:
+    with torch.no_grad():
+        x.mul_(1.01)
+    return x
+
+
+def write(x: Tensor, at: object, value: Tensor | float) -> Tensor:
+    x[at] = value  # type: ignore[index]
+    return x
+
+
+def dropped(x: Tensor, y: Tensor) -> Tensor:
+    (x.sin() * y).exp()  # without a backward pass
+    return x
+
+
+Op = Callable[[Ran, Tensor, Tensor, int], Tensor]
+ANY: dict[str, Op] = {
+    "sin": lambda r, x, y, n: x.sin(),
+    "exp": lambda r, x, y, n: (x * 0.5).exp(),
+    "mul": lambda r, x, y, n: x * y,
+    "mm": lambda r, x, y, n: (x @ y) * 0.1,
+    "turned mm": lambda r, x, y, n: (x.t() @ y.t()) * 0.1,
+    "div": lambda r, x, y, n: x / (y.abs() + 1),
+    "t": lambda r, x, y, n: x.t(),
+    "every second": lambda r, x, y, n: F.pad(x[:, ::2], (0, N // 2)),
+    "row": lambda r, x, y, n: x[n] * y,
+    "column": lambda r, x, y, n: y * x[:, n : n + 1].exp(),
+    "expand": lambda r, x, y, n: x[:1].expand(N, N) * y,
+    "windows": lambda r, x, y, n: x.flatten().unfold(0, N, 2)[:N] * y,
+    "flip": lambda r, x, y, n: x.flip(0) * y,
+    "cat": lambda r, x, y, n: torch.cat([x[:6], y[6:]]),
+    "chunk": lambda r, x, y, n: torch.cat([a * b for a, b in zip(x.chunk(3, 1), y.chunk(3, 1), strict=True)], 1),
+    "permute": lambda r, x, y, n: x[torch.randperm(N)],
+    "clone": lambda r, x, y, n: x.clone(),
+    "detach": lambda r, x, y, n: x.detach(),
+    "detached mul": lambda r, x, y, n: x.detach() * y,
+    "data mul": lambda r, x, y, n: x.data * y,
+    "mul_": lambda r, x, y, n: x.mul_(y * 0.1 + 1),
+    "add_": lambda r, x, y, n: x.add_(1.0),
+    "copy_": lambda r, x, y, n: x.copy_(y.clone()),
+    "no_grad mul_": lambda r, x, y, n: without_gradient(x),
+    "row add_": lambda r, x, y, n: (x[n : n + 1].add_(y[:1].clone()), x)[1],
+    "column zero": lambda r, x, y, n: write(x, (slice(None), n), 0.0),
+    "view mul_": lambda r, x, y, n: (x.view(-1)[::3].mul_(1.1) if x.is_contiguous() else x, x)[1],
+    "checkpoint": lambda r, x, y, n: checkpoint(lambda a, b: (a * b).sin() * 0.5, x, y, use_reentrant=False),
+    "reentrant": lambda r, x, y, n: checkpoint(lambda a, b: (a * b).sin() * b, x, y, use_reentrant=True),
+    "dropout": lambda r, x, y, n: F.dropout(x, 0.3),
+    "reads": lambda r, x, y, n: Reads.apply(x, y),  # type: ignore[no-untyped-call]
+    "overwrites": lambda r, x, y, n: Overwrites.apply(x * 1),  # type: ignore[no-untyped-call]
+    "dropped": lambda r, x, y, n: dropped(x, y),
+    "unseen": lambda r, x, y, n: (x.data.mul_(1.5), x)[1],
+    "norm": lambda r, x, y, n: (setattr(r, "loss", r.loss + x[:, ::3].norm(dim=1).sum()), x)[1],
+    "loss": lambda r, x, y, n: (setattr(r, "loss", r.loss + (x * y).mean()), x)[1],
+}
+REAL: dict[str, Op] = {
+    "relu_": lambda r, x, y, n: x.relu_(),
+    "tanh_": lambda r, x, y, n: x.tanh_(),
+    "sigmoid": lambda r, x, y, n: x.sigmoid(),
+    "softmax": lambda r, x, y, n: x.softmax(1),
+    "max": lambda r, x, y, n: x.max(1, keepdim=True).values * y,
+    "std": lambda r, x, y, n: (setattr(r, "loss", r.loss + x[:, ::2].std(1).sum()), x)[1],
+    "sort": lambda r, x, y, n: x.sort(1).values * y,
+    "half norm": lambda r, x, y, n: F.layer_norm(torch.cat([F.layer_norm(x[:, :6], (6,)), y[:, 6:]], 1), (N,)),
+    "batch norm": lambda r, x, y, n: F.batch_norm(x.view(3, 4, 4, 3)[:, 1:3], None, None, training=True).sum() * y,
+    "attention": lambda r, x, y, n: qkv(x, y),
+    "imaginary": lambda r, x, y, n: (
+        torch.complex(x.float(), y.float()).conj().imag.to(x.dtype) * y + torch.complex(x.float(), y.float()).conj().abs().to(x.dtype)
+    ),
+}
+COMPLEX: dict[str, Op] = {
+    "conj": lambda r, x, y, n: x.conj() * y,
+    "both": lambda r, x, y, n: x * y + x.conj() * y * 1j,
+    "imag": lambda r, x, y, n: torch.complex(x.conj().imag * y.real, x.imag),
+    "conj t": lambda r, x, y, n: (x.mH @ y) * 0.1,
+}
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.complex64)
+ENDINGS = ("after", "after", "after", "inside", "retained", "penalty", "of one", "two")
+
+
+def operators(dtype: torch.dtype) -> dict[str, Op]:
+    return {**ANY, **(COMPLEX if dtype.is_complex else REAL)}
+
+
+def program(seed: int) -> Program:
+    draw = random.Random(seed)
+    dtype = draw.choice(DTYPES)
+    names = sorted(operators(dtype))
+    steps = [(draw.choice(names), draw.random(), draw.random(), draw.randrange(9)) for _ in range(draw.randint(4, 14))]
+    return Program(dtype, steps, draw.choice((2, 3, 5, 99)), draw.choice(ENDINGS))
+
+
+def run(what: Program, hooks: AbstractContextManager[Any]) -> list[Tensor | None]:
+    """Run it, and return its loss and gradients."""
+    ran, does = Ran(what.dtype), operators(what.dtype)
+    found: list[Tensor | None] = []
+    with hooks:
+        for name, first, second, n in what.steps:
+            x, y = (ran.made[int(place * len(ran.made))] for place in (first, second))
+            ran.made.append(does[name](ran, x, y, n))
+            del x, y, ran.made[: -what.held]
+        loss = ran.loss + sum(each.sum() for each in ran.made[-3:]) + (ran.made[-1] * ran.made[-2]).mean()
+        loss = torch.view_as_real(loss).sum() if loss.is_complex() else loss
+        if what.ending == "penalty":
+            grads = torch.autograd.grad(loss, ran.leaves, create_graph=True, allow_unused=True)
+            loss = loss + sum(each.abs().square().sum() for each in grads if each is not None)
+        if what.ending == "inside":
+            loss.backward()
+    wanted = ran.made[-1:] if what.ending == "two" else []
+    if what.held < len(what.steps):
+        ran.made.clear()
+    if what.ending == "of one":
+        found += torch.autograd.grad(loss, ran.leaves[:1], allow_unused=True)
+    elif what.ending != "inside":
+        loss.backward(retain_graph=what.ending in ("retained", "two"))
+    if what.ending == "retained":
+        loss.backward()
+    if what.ending == "two":
+        found += torch.autograd.grad(loss, wanted, allow_unused=True)
+    return [loss.detach(), *found, *(leaf.grad for leaf in ran.leaves)]
+
+
+def outcome(what: Program, hooks: AbstractContextManager[Any]) -> list[Tensor | None] | str:
+    try:
+        return run(what, hooks)
+    except Exception as error:  # noqa: BLE001 - it is compared
+        return f"{type(error).__name__}: {error}"
+
+
+def same(a: list[Tensor | None] | str, b: list[Tensor | None] | str) -> bool:
+    if isinstance(a, str) or isinstance(b, str):
+        return a == b
+    return len(a) == len(b) and all(same_bits(x, y) for x, y in zip(a, b, strict=True))
+
+
+def same_bits(a: Tensor | None, b: Tensor | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    return a.shape == b.shape and torch.equal(*(each.contiguous().view(-1).view(torch.uint8) for each in (a, b)))
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "file": {"tier": "file"},
+    "host": {"tier": "host"},
+    "file, 2 KiB stay": {"tier": "file", "keep_bytes": 2048},
+    "host, 700 B stay": {"tier": "host", "keep_bytes": 700},
+    "all stays": {"keep_bytes": 1 << 40},
+}
+
+
+UNSEEN = ("unseen", "data mul")  # what shares memory with ``x.data`` is written to, by another counter of versions
+MODIFIED = "has been modified by an inplace operation"
+
+
+def without_source(text: str) -> str:
+    """A version error without the operator that it names: of a view that is gone, autograd would make a new one."""
+    return re.sub(r", which is output \d+ of [\w:]+,", "", text)
+
+
+def verdict(what: Program, plain: list[Tensor | None] | str, offloaded: list[Tensor | None] | str) -> str:
+    if same(plain, offloaded):
+        return "same error" if isinstance(plain, str) else "same bits"
+    if isinstance(plain, str):
+        how = "error hidden" if not isinstance(offloaded, str) else "another error"
+        if isinstance(offloaded, str) and without_source(plain) == without_source(offloaded):
+            return "same error, names another operator"
+        if isinstance(offloaded, str) and "modified inplace" in plain and MODIFIED in offloaded:
+            return "the same write in other words"
+    else:
+        how = "raises" if isinstance(offloaded, str) else "other bits"
+    return how + (" (unseen writes)" if any(step[0] in UNSEEN for step in what.steps) else "")
+
+
+FINE = ("same", "the same")
+def counting(function: Callable[..., None], tally: Counter[str], name: str) -> Callable[..., None]:
+    def counted(*args: Any) -> None:
+        tally[name] += 1
+        function(*args)
+
+    return counted
+
+
+SHOWN = 12  # programs that differ
+
+
+def fuzz(count: int, first: int, show: int | None) -> int:
+    module, tally, shown = nn.Module(), Counter[str](), list[int]()
+    held = {name: Offload(module, **how) for name, how in WAYS.items()}
+    for kind in (File, Host):
+        kind.read = counting(kind.read, tally, f"{kind.__name__}: copies brought back")  # type: ignore[method-assign]
+    for seed in range(first, first + count) if show is None else (show,):
+        what = program(seed)
+        plain = outcome(what, nullcontext())
+        if not same(plain, outcome(what, nullcontext())):
+            tally["does not repeat itself"] += 1
+            continue
+        tally["raises by itself" if isinstance(plain, str) else "runs by itself"] += 1
+        if show is not None:
+            print(what, plain, sep="\n")
+        for name, offload in held.items():
+            found = outcome(what, offload)
+            how = verdict(what, plain, found)
+            if offload.kept_bytes > offload.keep_bytes or offload.trouble:
+                how = f"KEPT TOO MUCH {offload.kept_bytes} {offload.trouble}"
+            tally[f"{how}: {name}"] += 1
+            if not how.startswith(FINE) and "unseen" not in how and len(shown) < SHOWN and seed not in shown:
+                shown.append(seed)
+                print(f"seed {seed}, {name}: {how}\n  {str(plain)[:400]}\n  {str(found)[:400]}")
+    for key, number in sorted(tally.items()):
+        print(f"{number:>7,}  {key}")
+    wrong = [key for key in tally if not key.startswith((*FINE, "runs", "raises by", "does", "File", "Host")) and "unseen" not in key]
+    return 1 if wrong else 0
+
+
+# -- predicted peaks
+
+
+BF16 = {"precision": "bf16-mixed"}
+
+
+def cases() -> list[Case]:
+    """The zoo, and two of it in half precision."""
+    halves = [replace(case_named(name), name=f"{name}, bf16", trainer_kwargs=BF16) for name in ("gpt", "resnet")]
+    return [*CASES, *halves]
+
+
+def offloaded(case: Case, keep_bytes: int, most: list[int] | None = None) -> Case:
+    """The case with its training step offloaded; ``most`` is told how much stayed on the device."""
+
+    def build(optimizer: str) -> Any:
+        module = case.build(optimizer)
+        kind = type(module)
+
+        def training_step(self: Any, batch: Any, batch_idx: int) -> Any:
+            with offload_activations(self, keep_bytes) as offload:
+                loss = kind.training_step(self, batch, batch_idx)
+            if offload.refused or offload.trouble or offload.kept_bytes > keep_bytes:
+                raise RuntimeError(f"{offload.kept_bytes} B stayed. {offload.refused}{offload.trouble}")
+            if most is not None:
+                most.append(offload.kept_bytes)
+            return loss
+
+        module.__class__ = type(kind.__name__, (kind,), {"training_step": training_step, "__module__": kind.__module__})
+        return module
+
+    return replace(case, build=build)
+
+
+def peaks(names: Sequence[str]) -> int:
+    errors = []
+    print(f"{'case':<24} {'keep_bytes':>12} {'predicted B':>14} {'measured B':>14} {'off by':>8}   not offloaded B")
+    for case in cases():
+        if names and case.name not in names:
+            continue
+        optimizer, size, most = case.optimizers[-1], case.batch_sizes[-1], list[int]()
+        plain = forked(lambda: asdict(predict_here(case, optimizer, size)), 1)["peak_bytes"]
+        saved = forked(lambda: {"most": measured_with(case, optimizer, size, most)}, 1)["most"]
+        for keep_bytes in (0, saved // 3, saved * 2 // 3):
+            other = offloaded(case, keep_bytes)
+            ours = forked(lambda: asdict(predict_here(other, optimizer, size)), 1)
+            truth = forked(lambda: asdict(measure_here(other, optimizer, size)), 1)
+            off = ours["peak_bytes"] - truth["peak_bytes"]
+            errors.append(off)
+            row = f"{case.name:<24} {keep_bytes:>12,} {ours['peak_bytes']:>14,} {truth['peak_bytes']:>14,} {off:>+8,}"
+            print(f"{row}   {plain:,} {ours['phase']} {truth['phase']}" + ("" if not off else f" {truth['operator']}"), flush=True)
+    print(f"{sum(not each for each in errors)} of {len(errors)} to the byte")
+    return 0 if not any(errors) else 1
+
+
+def measured_with(case: Case, optimizer: str, size: int, most: list[int]) -> int:
+    """The most that one of its steps saves."""
+    measure_here(offloaded(case, 1 << 60, most), optimizer, size)
+    return max(most)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    random_ones = commands.add_parser("fuzz")
+    random_ones.add_argument("--count", type=int, default=1000)
+    random_ones.add_argument("--first", type=int, default=0)
+    random_ones.add_argument("--show", type=int)
+    predicted = commands.add_parser("peaks")
+    predicted.add_argument("--only", nargs="*", default=[])
+    arguments = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    if arguments.command == "peaks":
+        return peaks(arguments.only)
+    return fuzz(arguments.count, arguments.first, arguments.show)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
