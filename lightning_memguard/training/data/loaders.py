@@ -22,6 +22,7 @@ from lightning_memguard.core.isolation.pool import can_fork
 from lightning_memguard.core.simulation.fake import fake_copy
 from lightning_memguard.errors import CannotTraceError
 from lightning_memguard.training.adapter import loader_access, stand_ins
+from lightning_memguard.training.adapter.loader_access import hyperparameters_of
 from lightning_memguard.training.data import resizing
 from lightning_memguard.training.data.copies import apart, preserve_state
 from lightning_memguard.training.data.set_sizes import sets_its_size
@@ -397,15 +398,28 @@ def leaves_out(info: LoaderInfo, batch_size: int) -> bool:
 
 
 def rewrite_loaders(
-    trainer: Trainer, facts: RunFacts, known: LoaderInfo, batch_size: Callable[[], int] | None
+    trainer: Trainer,
+    facts: RunFacts,
+    known: LoaderInfo,
+    batch_size: Callable[[], int] | None,
+    *,
+    made: Callable[[int], object] = lambda _: None,
 ) -> Callable[[], None]:
-    """Make a run take batches of another size; ``batch_size`` is asked for it whenever the loaders are made.
+    """Make a run take batches of another size, whenever its loaders are made.
 
-    ``known`` are the loaders as they were read at setup, which are freed; without ``batch_size``, that is all.
+    Loaders that a hook makes at a size of its own, as for larger pictures from some epoch on, are left at that.
+
+    Args:
+        trainer: of the run, before MemGuard sets any batch size.
+        facts: its settings.
+        known: the loaders as they were read at setup, which are freed; without ``batch_size``, that is all.
+        batch_size: asked for the size whenever the loaders are made.
+        made: told the size of such loaders, and 0 of others.
 
     Returns:
         A function that gives the Trainer its own data source back, for when the run is over.
     """
+    settings = _own_settings(facts.sources[known.role].instance)
 
     def change(make_loaders: Callable[[], object]) -> object:
         size = batch_size() if batch_size else 0
@@ -416,16 +430,37 @@ def rewrite_loaders(
             if sys.version_info >= (3, 11) and not can_fork() and known.origin.endswith("dataloader()"):
                 error.add_note(f"MemGuard called {known.origin} once before. If it works only once, pass the loader.")
             raise
-        return _resize_all(facts, loaders, known, size)
+        return _resize_all(facts, loaders, known, size, settings, made)
 
     return loader_access.intercept_loaders(trainer, known.role, change)
 
 
-def _resize_all(facts: RunFacts, loaders: object, known: LoaderInfo, batch_size: int) -> object:
-    """The loaders at a size, if one is given; unchanged if a hook now gives others, that cannot be resized."""
+def _own_settings(owner: object) -> set[int]:
+    """Batch sizes that a module or datamodule is set to, which its hooks may read."""
+    held = [getattr(owner, "batch_size", None), *(each.get("batch_size") for each in hyperparameters_of(owner))]
+    return {each for each in held if type(each) is int}
+
+
+def _resize_all(
+    facts: RunFacts,
+    loaders: object,
+    known: LoaderInfo,
+    batch_size: int,
+    settings: set[int],
+    made: Callable[[int], object],
+) -> object:
+    """The loaders at a size, if one is given; unchanged if a hook now gives others, that cannot be resized.
+
+    A hook that gives loaders of another size than at setup has decided that, unless it follows the ``settings``.
+    """
     try:
-        info = info_of(facts, loaders, "the loader", known.role)
+        info, asked = info_of(facts, loaders, "the loader", known.role), known.batch_size
         known.adopt(info)
+        own, size = info.batch_size, batch_size or asked
+        is_as_before = own in (asked, size) or any(own * each == asked * size for each in settings)
+        made(0 if is_as_before else own)
+        if not is_as_before and asked:
+            return loaders
         if not batch_size or (batch_size < info.batch_size and batch_size == info.full_size):
             return loaders
         sized = [(source.loader, info.size_of(source, batch_size)) for source in info.sources]
