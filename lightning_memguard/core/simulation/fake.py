@@ -515,7 +515,7 @@ def _seen_as_fake(as_subclass: Function) -> Function:
 def _making_fake(make_subclass: Function) -> Function:
     """Make ``Tensor._make_subclass`` keep fake tensors fake."""
 
-    def make(cls: type[Tensor], data: Tensor, require_grad: bool = False, **more: Any) -> Tensor:  # noqa: FBT001, FBT002 - torch's
+    def make(cls: type[Tensor], data: Tensor, require_grad: bool = False, **more: Any) -> Tensor:
         if not _can_be_fake(data, cls):
             return make_subclass(cls, data, require_grad, **more)  # type: ignore[no-any-return]
         with torch._C.DisableTorchFunctionSubclass():
