@@ -321,6 +321,75 @@ def fuzz(count: int, first: int, show: int | None) -> int:
     return 1 if wrong else 0
 
 
+# -- Inductor
+
+
+class Block(nn.Module):
+    """A transformer's block whose attention reads views of one product."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.norm, self.drop = nn.LayerNorm(width), nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (each.transpose(1, 2) for each in self.qkv(self.norm(x)).view(*x.shape[:2], 3, 4, 16).unbind(2))
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.drop(self.down(F.gelu(self.up(self.norm(x)))))
+
+
+def eager(module: nn.Sequential) -> Any:
+    return module
+
+
+def by_block(module: nn.Sequential) -> Any:
+    for child in module:
+        child.compile()
+    return module
+
+
+def whole(module: nn.Sequential) -> Any:
+    return torch.compile(module)
+
+
+def trained(make: Callable[[nn.Sequential], Any], pattern: str, lengths: Sequence[int], **how: Any) -> Any:
+    """Train for as many steps as the pattern has letters, offloaded at each "o": weights, bytes moved, graphs."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    torch.manual_seed(0)
+    plain = nn.Sequential(*[Block() for _ in range(3)])
+    module, optimizer, moved = make(plain), torch.optim.SGD(plain.parameters(), 0.1), 0
+    offload = Offload(plain, **how)
+    for index, letter in enumerate(pattern):
+        torch.manual_seed(index)
+        x = torch.randn(8, lengths[index % len(lengths)], 64)
+        with offload if letter == "o" else nullcontext():
+            loss = module(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        moved = max(moved, offload.moved_bytes)
+    return [p.detach().clone() for p in plain.parameters()], moved, torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def compiled() -> int:
+    import torch._dynamo.utils
+    import torch._inductor.config
+
+    torch._inductor.config.compile_threads = 1
+    wrong = 0
+    for make in (eager, by_block, whole):
+        for pattern, lengths in (("ppopo", (32,)), ("oppop", (32,)), ("poppo", (32, 40, 48, 56, 40))):
+            plain, _, graphs = trained(make, "p" * len(pattern), lengths)
+            for how in ({"tier": "file"}, {"tier": "host", "keep_bytes": 200_000}):
+                found, moved, other = trained(make, pattern, lengths, **how)
+                equal = all(map(torch.equal, plain, found)) and graphs == other
+                wrong += not (equal and moved)
+                print(f"{make.__name__:<9} {pattern} {lengths!s:<21} {how}: equal {equal}, graphs {graphs} and {other}, moved {moved:,} B", flush=True)
+    return 1 if wrong else 0
+
+
 # -- predicted peaks
 
 
@@ -389,6 +458,7 @@ def main() -> int:
     random_ones.add_argument("--count", type=int, default=1000)
     random_ones.add_argument("--first", type=int, default=0)
     random_ones.add_argument("--show", type=int)
+    commands.add_parser("compiled")
     predicted = commands.add_parser("peaks")
     predicted.add_argument("--only", nargs="*", default=[])
     arguments = parser.parse_args()
@@ -396,6 +466,8 @@ def main() -> int:
     torch.set_num_threads(1)
     if arguments.command == "peaks":
         return peaks(arguments.only)
+    if arguments.command == "compiled":
+        return compiled()
     return fuzz(arguments.count, arguments.first, arguments.show)
 
 

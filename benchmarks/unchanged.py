@@ -52,7 +52,7 @@ class Net(pl.LightningModule):
         self.log("loss", loss)
         return loss
 
-    def test_step(self, batch: list[Tensor], _: int) -> None:
+    def test_step(self, batch: list[Tensor], batch_idx: int) -> None:
         self.log("rmse", self.loss(self.net(batch[0]), batch[1]).sqrt())
 
     def predict_step(self, batch: list[Tensor], _: int) -> Tensor:
@@ -175,11 +175,8 @@ def trainings() -> bool:
         equal, seconds = equal + (own == guarded), [*seconds, guard.seconds]
         size = guard.decision.batch_size if guard.decision else "-"
         print(f"| {name} | {size} | {'equal' if own == guarded else 'DIFFERENT'} | {guard.seconds:.2f} |", flush=True)
-    print(
-        f"\n{equal} of {len(rows)} equal to the bit; setup {sorted(seconds)[len(seconds) // 2]:.2f} s in the middle, ",
-        end="",
-    )
-    print(f"{max(seconds):.2f} s at most")
+    print(f"\n{equal} of {len(rows)} equal to the bit")
+    print(f"setup {sorted(seconds)[len(seconds) // 2]:.2f} s in the middle, {max(seconds):.2f} s at most")
     return equal == len(rows)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from lightning_memguard.core.decision.decision import Budget, Decision, Verdict, part_words, verdict
 from lightning_memguard.core.decision.record import Measured
@@ -296,6 +297,12 @@ def _advice(failure: Failure) -> str:
     scaled = ", assuming other steps exceed it by the same factor" if over else ""
     truncate = ", or truncate long samples" if failure.larger else ""
     return f"{_size_that_fits(size, failure.larger is not None)} fit{scaled}: {_remedy(size)}{truncate}."
+
+
+def snapshot_words(predicted: Path, actual: Path | None) -> str:
+    """Say where the snapshots of a step that ran out of memory are."""
+    text = f"Memory snapshot of the predicted step: {predicted}"
+    return f"{text}; of the device: {actual} (`memguard compare` reads both)." if actual else f"{text}."
 
 
 def worker_words(

@@ -34,6 +34,7 @@ ON_CPU = Footprint(
     8, "cpu", 4 * MIB, 4 * MIB, 4 * MIB, dict.fromkeys(PARTS, 0) | {"parameters": MIB, "batch": 3 * MIB}, "optimizer"
 )
 HOST = Budget(64 * GIB, 10 * MIB, 0, "given", "CPU")
+FITS = "fits: 22.0 of 23.0 GiB"
 CHECKED = Decision(8, 8, 1, "checked", ON_CPU, HOST, "request")
 
 
@@ -137,18 +138,21 @@ def test_every_note_is_a_line_and_brackets_are_not_markup():
         ({"limited_by": "request"}, "batch size 96 (was 32) fits: 22.0 of 23.0 GiB; keeps the effective batch size."),
         (
             {"accumulate_grad_batches": 4},
-            "batch size 96 (was 32) fits: 22.0 of 23.0 GiB; no larger one does, with gradients accumulated over 4 batches.",
+            f"batch size 96 (was 32) {FITS}; no larger one does, with gradients accumulated over 4 batches.",
         ),
         (
             {"limited_by": "val_check_interval"},
             (
-                "batch size 96 (was 32) fits: 22.0 of 23.0 GiB; limited by val_check_interval: with larger batches, an epoch has too few of "
-                "them for it."
+                f"batch size 96 (was 32) {FITS}; limited by val_check_interval: with larger batches, an epoch has too "
+                "few of them for it."
             ),
         ),
         (
             {"limited_by": "last_batch"},
-            "batch size 96 (was 32) fits: 22.0 of 23.0 GiB; a larger one leaves a last batch of a single sample, which batch norm refuses.",
+            (
+                f"batch size 96 (was 32) {FITS}; a larger one leaves a last batch of a single sample, which batch norm "
+                "refuses."
+            ),
         ),
         ({"outcome": "checked"}, "batch size 96 fits: 22.0 of 23.0 GiB."),
         (

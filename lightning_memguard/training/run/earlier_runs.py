@@ -20,6 +20,7 @@ from lightning_memguard.core.device.measurements import (
 )
 from lightning_memguard.core.replay.learned import Learned
 from lightning_memguard.errors import MemGuardError
+from lightning_memguard.report.failure import Failure
 from lightning_memguard.training.facts.ranks import attempt
 from lightning_memguard.units import MIB, counted
 
@@ -96,12 +97,11 @@ class EarlierRuns:
         self._add(predicted, learned.step, (module, precision), measured.peak_bytes, reserved, **seconds)
         self._stored_bytes = measured.peak_bytes
 
-    def remember_failure(
-        self, there_was: int, decision: Decision, profile: RunProfile, precision: str, module: str
-    ) -> None:
-        """Store that a step at this size ran out of memory, and how many bytes there were for the run."""
-        learned, predicted = profile.prediction.terms.learned, decision.footprint
-        if learned is not None and predicted is not None and not predicted.is_evaluation and there_was > 0:
+    def remember_failure(self, failed: Failure, profile: RunProfile, precision: str, module: str) -> None:
+        """Store that a step at this size ran out of memory, and what there was; a larger batch tells nothing of it."""
+        learned, predicted = profile.prediction.terms.learned, failed.predicted
+        there_was = min(each.free_bytes for each in (failed.budget, failed.budget_now) if each)
+        if learned is not None and failed.larger is None and not predicted.is_evaluation and there_was > 0:
             self._add(predicted, learned.step, (module, precision), there_was, 0, ran_out=True)
 
     def _add(

@@ -22,7 +22,7 @@ from lightning_memguard.core.replay.snapshot import save_snapshot
 from lightning_memguard.core.trace.kept import MOST_EPOCHS
 from lightning_memguard.errors import MemGuardError
 from lightning_memguard.report.decision_table import evaluation_text, last_line, setup_text, warning_of
-from lightning_memguard.report.failure import Failure, announcement, kept_words, note, overrun_words
+from lightning_memguard.report.failure import announcement, kept_words, note, overrun_words, snapshot_words
 from lightning_memguard.report.loggers import Boards
 from lightning_memguard.report.page import PAGE_NAME, Page, write_report
 from lightning_memguard.report.page_data import Report
@@ -552,29 +552,20 @@ class GuardedRun:
         failed = failure(watch, footprint, attempt(self.measuring.peak_by_part).value, **found)
         lines = [note(failed)]
         if role == "train" and self.trains:
-            attempt(lambda: self._remember_failure(failed, profile))
+            names = str(trainer.precision), type(self.module).__name__
+            attempt(lambda: self.tuning.earlier.remember_failure(failed, profile, *names))
             if self._offloading is not None and self._offloading.why_not:
                 lines.append(f"Its activations could not go to the host: {self._offloading.why_not}.")
         lines += filter(None, [attempt(self._save_failed_step).value])
         return "\n".join(lines)
-
-    def _remember_failure(self, failed: Failure, profile: RunProfile) -> None:
-        """Store that the usual batch did not fit; a larger one tells nothing of the step that is predicted."""
-        there_was = min(each.free_bytes for each in (failed.budget, failed.budget_now) if each)
-        if failed.larger is None:
-            names = str(self.trainer.precision), type(self.module).__name__
-            self.tuning.earlier.remember_failure(there_was, self.decision, profile, *names)
 
     def _save_failed_step(self) -> str:
         """Write the predicted step, and on CUDA what the allocator holds; say where."""
         if self._folder is None or self.tuning.ranks.rank:
             return ""
         path = self.save_snapshot(self._folder / "memguard_out_of_memory.pickle")
-        text = f"Memory snapshot of the predicted step: {path}"
-        if self.device.type == "cuda":
-            actual = save_snapshot_now(actual_path(path))
-            text += f"; of the device: {actual}. `memguard compare` and pytorch.org/memory_viz read them"
-        return f"{text}."
+        actual = save_snapshot_now(actual_path(path)) if self.device.type == "cuda" else None
+        return snapshot_words(path, actual)
 
     def close(self) -> None:
         """Stop measuring and recording, and leave the Trainer and the user's objects as they were."""

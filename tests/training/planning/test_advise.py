@@ -142,6 +142,7 @@ def test_all_advice_saves_something_and_what_fits_comes_first(stacked: AdviceRep
 def test_remedies_are_tried_from_what_changes_the_training_least(device: str, mixed: int, eight_bit: bool) -> None:
     order = ["fused optimizer", "per-parameter optimizer", "activation checkpointing of blocks", "accumulation over"]
     order.insert(mixed, "bf16-mixed")
+    order.insert(0, "activations on ")
     order += ["8-bit optimizer states"] * eight_bit + ["Adafactor", "bf16-true", "SGD", "freezing all but head"]
     names = [family[0].name for family in remedies_module.families_for(known(program_of(frozen(), device)), SIZE)]
     assert all(name.startswith(expected) for name, expected in zip(names, order, strict=True)), names

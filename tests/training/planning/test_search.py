@@ -47,7 +47,8 @@ def test_a_size_passed_over_for_its_last_batch_is_not_called_the_largest_that_fi
     decision = largest(Steps(), refused_by=lambda size: "last_batch" if size > 97 else None)
     assert (decision.batch_size, decision.limited_by) == (97, "last_batch")
     assert decision.reason == (
-        "Batch size 97 (was 8): a larger one leaves a last batch of a single sample, which batch norm refuses."
+        "batch size 97 (was 8) fits: 97 of 100 B; a larger one leaves a last batch of a single sample, which batch "
+        "norm refuses."
     )
     assert largest(Steps()).limited_by == "memory"
 
