@@ -63,7 +63,7 @@ ROOMS = {
         "speed",
         "measurements",
     ],
-    "core/isolation": ["__init__", "child", "pool"],
+    "core/isolation": ["__init__", "child", "pool", "sending"],
     "core/batch": [
         "__init__",
         "nesting",

@@ -50,7 +50,14 @@ def _nothing_to_look_at(request: pytest.FixtureRequest, monkeypatch: pytest.Monk
 
 # Tests about children, or that tell copies in children from the original: folders, files, and tests of other files.
 IN_CHILDREN = {
-    *("test_nothing_touched.py", "test_kept_budget.py", "test_host.py", "test_tune.py", "test_workers.py"),
+    *(
+        "test_nothing_moves.py",
+        "test_nothing_touched.py",
+        "test_kept_budget.py",
+        "test_host.py",
+        "test_tune.py",
+        "test_workers.py",
+    ),
     *("test_layouts_of_ranks.py", "test_samples.py"),
     "test_a_plain_loader_is_trained_at_the_chosen_size",
     "test_nothing_is_said_meanwhile",

@@ -144,7 +144,7 @@ class UserCode(Children[Request, T]):
         if answer.lost and monotonic() > self._deadline:
             raise OutOfTimeError("time was up (max_setup_seconds)")
         lost, here, result = answer.lost, answer.here or here_too, cast("T | CaptureFailedError", answer.value)
-        if isinstance(result, CaptureFailedError) and any(text in str(result) for text in _NOT_AFTER_A_FORK):
+        if isinstance(result, CaptureFailedError) and failed_for_fork(result):
             lost, here = str(result), True
         if lost and here:
             with quiet():
@@ -163,10 +163,16 @@ class UserCode(Children[Request, T]):
 
 
 def trusted_child(
-    work: Callable[[Request], T], while_waiting: Callable[[], object] = lambda: None
+    work: Callable[[Request], T], while_waiting: Callable[[], object] = lambda: None, *, reaches_out: bool = False
 ) -> Children[Request, T]:
     """A child for work of ours, which may take long and may have children of its own."""
-    return Children(work, most=1, begin=run_on_one_thread, trusted=True, while_waiting=while_waiting)
+    how: dict[str, Any] = {"begin": run_on_one_thread, "reaches_out": reaches_out, "while_waiting": while_waiting}
+    return Children(work, most=1, trusted=True, **how)
+
+
+def failed_for_fork(error: BaseException) -> bool:
+    """Whether CUDA or autograd refuses what was asked of it because its process was forked."""
+    return any(text in str(error) for text in _NOT_AFTER_A_FORK)
 
 
 def isolated(work: Callable[[], T]) -> T:

@@ -52,10 +52,15 @@ def attempt(work: Callable[[], T]) -> Attempt[T]:
     try:
         return Attempt(work())
     except Exception as error:  # noqa: BLE001 - a guard that fails must not fail the training
-        _logger().debug("MemGuard goes on without a result:", exc_info=True)
-        too_large = error.with_traceback(None) if isinstance(error, DoesNotFitError) else None
-        reason = str(error) if isinstance(error, MemGuardError) else reason_of(error)
-        return Attempt(reason=reason, too_large=too_large)
+        return failed(error)
+
+
+def failed(error: Exception) -> Attempt[Any]:
+    """Return the attempt that ended with an error, which is being handled."""
+    _logger().debug("MemGuard goes on without a result:", exc_info=True)
+    too_large = error.with_traceback(None) if isinstance(error, DoesNotFitError) else None
+    reason = str(error) if isinstance(error, MemGuardError) else reason_of(error)
+    return Attempt(reason=reason, too_large=too_large)
 
 
 def warn(text: str, stacklevel: int = 2) -> None:

@@ -40,7 +40,8 @@ _NOT_USED = ("on_before_zero_grad", "on_before_backward", "on_after_backward", "
 def _callback_classes() -> tuple[type, ...]:
     """The Callback class of each Lightning that is installed: ``lightning``, ``pytorch_lightning`` or both.
 
-    They are unrelated classes; a callback that is both works in both Trainers.
+    They are unrelated classes; a callback that is both works in both Trainers. A program may have mapped one package
+    onto the other, or made one class inherit from the other.
     """
     classes: list[type] = []
     failures: list[Exception] = []
@@ -51,7 +52,8 @@ def _callback_classes() -> tuple[type, ...]:
             failures.append(error)
     if not classes:
         raise ImportError("Neither `lightning` nor `pytorch-lightning` can be imported; install one.") from failures[0]
-    return tuple(classes)
+    unlike = list(dict.fromkeys(classes))
+    return tuple(each for each in unlike if not any(issubclass(other, each) for other in unlike if other is not each))
 
 
 _Hook = TypeVar("_Hook", bound=Callable[..., None])

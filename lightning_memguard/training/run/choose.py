@@ -3,59 +3,96 @@
 from __future__ import annotations
 
 import time
-from contextlib import ExitStack
-from dataclasses import replace
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 
-from lightning_memguard.core.capture.capture import Captures, trusted_child
+from lightning_memguard.core.capture.capture import Captures, failed_for_fork, trusted_child
 from lightning_memguard.core.capture.curve import Curve
 from lightning_memguard.core.capture.predict import Prediction, Surveyor, speed_here
 from lightning_memguard.core.decision.decision import Decision, LimitedBy, Request, decide
+from lightning_memguard.core.isolation.pool import Children, is_forked
 from lightning_memguard.core.replay.alternatives import VARIABLE
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.core.replay.seconds import Speed
 from lightning_memguard.errors import CannotTraceError, DoesNotFitError, MemGuardError
 from lightning_memguard.training.adapter.callbacks import schedules_accumulation
 from lightning_memguard.training.data.loaders import leaves_one, leaves_out, spoiled_by
-from lightning_memguard.training.facts.ranks import Attempt, Ranks, attempt
+from lightning_memguard.training.facts.ranks import Attempt, Ranks, attempt, failed
 from lightning_memguard.training.planning.advise import setting_that_saves
 from lightning_memguard.training.planning.search import largest_that_runs, smallest_fast
 from lightning_memguard.training.run.guard_settings import GuardSettings
-from lightning_memguard.training.run.profile import MOST_IN_A_BATCH, Reading, Run, RunProfile, ValidationRun, profile_of
+from lightning_memguard.training.run.profile import (
+    MOST_IN_A_BATCH,
+    HandedRun,
+    Reading,
+    Run,
+    RunProfile,
+    RunReader,
+    ValidationRun,
+    profile_of,
+    read_run,
+)
 from lightning_memguard.training.run.progress import SetupLine
+from lightning_memguard.training.strategies.no_collectives import no_collectives
 from lightning_memguard.units import format_bytes
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 _MOST_ROUNDS = 5
+_READ, _PROFILE = "read", "profile"  # requests of a planner's child
 
 Choice = tuple[Decision, RunProfile]
 
 
-class Planner:
-    """Predicts and chooses for a run, in a child of its own that has children for the captures.
+@dataclass(frozen=True)
+class _Read:
+    """The end of an attempt to read a run: its batch size, or a reason.
 
-    Traces are large; here none of them ever is in the run's own process, where they would take memory while it trains.
-    If there can be no child, the same is done here.
+    Attributes:
+        is_final: whether it would end alike anywhere.
+        only_here: whether no child can do it.
+    """
+
+    size: Attempt[int]
+    is_final: bool = True
+    only_here: bool = False
+
+
+class Planner:
+    """Reads a run, predicts and chooses for it, in a child of its own that has children for the captures.
+
+    What the user's loaders and hooks do there, and what their data keeps, ends with that child. Traces are large; here
+    none of them ever is in the run's own process, where they would take memory while it trains. If there can be no
+    child, the same is done here.
 
     Args:
         settings: of the guard.
-        known: the run as it was read, or its profile if that is known already.
+        known: the run as it is to be read, or its profile if that is known already.
         line: the status line of the setup; it is closed at the end.
     """
 
-    def __init__(self, settings: GuardSettings, known: Reading | RunProfile, line: SetupLine) -> None:
+    def __init__(self, settings: GuardSettings, known: RunReader | RunProfile, line: SetupLine) -> None:
         self._settings, self._line = settings, line
         self._deadline = time.monotonic() + settings.most_setup_seconds
-        self._reading = known if isinstance(known, Reading) else None
-        self._profile = None if isinstance(known, Reading) else known
-        self._run: Run = known.run
+        self._reader = known if isinstance(known, RunReader) else None
+        self._reading: Reading | None = None
+        self._profile = known if isinstance(known, RunProfile) else None
+        self._run: Run | None = known.run if isinstance(known, RunProfile) else None
+        self._gpu = known.gpu if isinstance(known, RunReader) else known.run.program.gpu
         # a child has one thread, and this process none of the child's
-        self._speed = speed_here(self._run.program.gpu) if settings.batch_size == "fastest" else None
+        self._speed = speed_here(self._gpu) if settings.batch_size == "fastest" else None
         self._captures: Captures | None = None
+        self._only_here = False  # what a child cannot do
         self._open = ExitStack()
-        self._child = trusted_child(self._work, while_waiting=lambda: line.show(self._child.doing))
+        self._child = self._new_child()
+
+    def _new_child(self, *, reaches_out: bool = False) -> Children[RunProfile | str, object]:
+        def show() -> None:
+            self._line.show(self._child.doing)
+
+        return trusted_child(self._work, while_waiting=show, reaches_out=reaches_out)
 
     def __enter__(self) -> Self:
         return self
@@ -65,14 +102,59 @@ class Planner:
         self._open.close()
         self._line.close()
 
-    def start(self) -> None:
-        """Begin to predict."""
-        self._child.start(None)
+    def read(self) -> Attempt[int]:
+        """Have the data read; return its batch size, and begin to predict.
+
+        A child that is cut off reads it. If that fails, one that may write new files and connect to other machines
+        does; this process only if there can be no child, or CUDA is in use, which no child can use.
+        """
+        done = self._read_apart() or self._read_apart(reaches_out=True) or self._read()
+        if done.size.value is not None:
+            self._child.start(_PROFILE)
+        return done.size
+
+    def _read_apart(self, *, reaches_out: bool = False) -> _Read | None:
+        """Have a child read; None if it may be possible elsewhere, after which the child is gone."""
+        self._child.close()
+        if self._only_here:
+            return None
+        self._child = self._new_child(reaches_out=reaches_out)
+        answer = self._child.answer(_READ)
+        done = cast("_Read | None", answer.value)
+        if done is None and not answer.here:
+            done = _Read(Attempt(reason=f"its data was not read: {answer.lost}"))
+        self._only_here = done is None or done.only_here
+        if done is not None and (done.is_final or (reaches_out and not done.only_here)):
+            return done
+        self._child.close()
+        return None
+
+    def _read(self) -> _Read:
+        try:
+            with no_collectives() if is_forked() else nullcontext():
+                self._reading = read_run(cast("RunReader", self._reader))
+        except MemGuardError as error:
+            return _Read(Attempt(reason=str(error)))
+        except Exception as error:  # noqa: BLE001 - the user's code may raise anything
+            return _Read(failed(error), is_final=False, only_here=failed_for_fork(error))
+        self._run = self._reading.run
+        return _Read(Attempt(self._reading.batch_size))
 
     def profile(self) -> Attempt[RunProfile]:
         """All that is known of the run once its steps were captured."""
-        answer = cast("Attempt[RunProfile]", self._child.ask(None))
-        return replace(answer, value=answer.value.attached_to(self._run)) if answer.value else answer
+        answer = cast("Attempt[tuple[RunProfile, HandedRun]]", self._child.ask(_PROFILE))
+        if answer.value is None:
+            return Attempt(None, answer.reason, answer.too_large)
+        profile, handed = answer.value
+        if self._run is None and self._reader is not None:
+            self._run = self._reader.run_of(handed)
+        return Attempt(profile.attached_to(self._known_run))
+
+    @property
+    def _known_run(self) -> Run:
+        if self._run is None:
+            raise CannotTraceError("the process that had read its data ended early")
+        return self._run
 
     def choose(self, profile: RunProfile) -> Attempt[Choice]:
         """Return this rank's choice and the profile behind it."""
@@ -80,19 +162,24 @@ class Planner:
         if answer.value is None:
             return answer
         decision, chosen = answer.value
-        run = self._run.accumulating() if decision.accumulate_grad_batches > 1 else self._run
+        run = self._known_run.accumulating() if decision.accumulate_grad_batches > 1 else self._known_run
         return replace(answer, value=(decision, chosen.attached_to(run)))
 
-    def _work(self, asked: RunProfile | None) -> Attempt[RunProfile] | Attempt[Choice]:
-        """Answer in the child: with a choice from what is known, or with that itself."""
-        if asked is None:
-            return attempt(lambda: self._captured_profile().detached())
-        return attempt(lambda: self._choose_from(asked))
+    def _work(self, asked: RunProfile | str) -> object:
+        """Answer in the child: with a choice from what is known, with that itself, or with the reading of the run."""
+        if isinstance(asked, RunProfile):
+            return attempt(lambda: self._choose_from(asked))
+        return self._read() if asked == _READ else attempt(self._handed_profile)
+
+    def _handed_profile(self) -> tuple[RunProfile, HandedRun]:
+        profile = self._captured_profile()
+        return profile.detached(), HandedRun.of(profile)
 
     def _captured_profile(self) -> RunProfile:
+        run = self._known_run
         if self._captures is None:
-            evaluation = self._run.evaluation.value
-            programs = [self._run.program, *([evaluation.program] if evaluation else [])]
+            evaluation = run.evaluation.value
+            programs = [run.program, *([evaluation.program] if evaluation else [])]
             programs = [each for program in programs for each in program.kinds or (program,)]
             next_size = self._reading.next_size if self._reading else None
             captures = Captures(*programs, next_size=next_size, deadline=self._deadline)
@@ -103,7 +190,7 @@ class Planner:
 
     def _choose_from(self, known: RunProfile) -> Choice:
         self._captured_profile()  # with its captures open
-        profile = known.unpacked().attached_to(self._run)
+        profile = known.unpacked().attached_to(self._known_run)
         decision, chosen = _own_choice(profile, self._settings)
         if profile.request.prefers_fast and profile.request.may_grow and decision.footprint:
             decision, chosen = _fast((decision, chosen), profile, self._settings, self._speed)
@@ -113,7 +200,7 @@ class Planner:
         if self._settings.divides and asked.free_to_choose and is_cut:
             decision, chosen = _divided((decision, chosen), profile, self._settings)
         decision = replace(decision, largest_batch_size=largest)
-        if self._run.program.gpu is None and self._settings.batch_size != "fastest" and decision.footprint:
+        if self._gpu is None and self._settings.batch_size != "fastest" and decision.footprint:
             # the CPU's speed would have to be measured, in every fit
             decision = replace(decision, footprint=replace(decision.footprint, timing=None))
         return decision, chosen.detached()

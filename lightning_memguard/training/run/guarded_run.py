@@ -16,6 +16,7 @@ from lightning_memguard.core.decision.record import EpochRecord, Measured
 from lightning_memguard.core.device.malloc import KEPT_FREED_RATIO, Trimmer, return_freed_memory
 from lightning_memguard.core.device.meter import ActualSnapshot, save_snapshot_now
 from lightning_memguard.core.device.out_of_memory import ran_out_of_memory
+from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.core.replay.learned import range_after
 from lightning_memguard.core.replay.snapshot import save_snapshot
 from lightning_memguard.core.trace.kept import MOST_EPOCHS
@@ -80,6 +81,7 @@ class GuardedRun:
         self._sized = False
         self._undo: list[Callable[[], None]] = []
         self._oom_kills = oom_kills()
+        self._own_size = 0  # of loaders that a hook has made at another batch size than at setup
         self._watches: dict[str, BatchWatch | None] = {}  # by role
         self._folder: Path | None = None
         self._report: Report | None = None
@@ -117,7 +119,8 @@ class GuardedRun:
         tunes, validation = self.settings.mode == "tune", profile.run.validation_info
         free = tunes and profile.request.free_to_choose
         rewrite = partial(rewrite_loaders, self.trainer, profile.facts)
-        self._undo.append(rewrite(profile.loader_info, self._batch_size if free else None))
+        asked = self._batch_size if free else None
+        self._undo.append(rewrite(profile.loader_info, asked, made=self._note_own_size))
         if validation is not None:
             own_size = validation.batch_size
             follows = free and not validation.fixed_because
@@ -131,6 +134,31 @@ class GuardedRun:
         self._follow()
         self._warn_of_short_search()
 
+    def _note_own_size(self, size: int) -> None:
+        """Note the batch size that a hook has given its loaders in place of the one at setup; 0 for that."""
+        profile = self.tuning.profile
+        if profile is None or size == self._own_size or not self.trains:
+            return
+        self._own_size = size
+        self._follow_steps(profile)
+        if size and self.trainer.is_global_zero:
+            asked = self.decision.requested_batch_size
+            say(f"MemGuard: the loader has batch size {size} now, not {asked} as at setup, and keeps it.")
+
+    @property
+    def _size_now(self) -> int:
+        return self._own_size or self.decision.batch_size
+
+    @property
+    def _footprint_now(self) -> Footprint | None:
+        """The prediction at the size of the loader, and on batches like those that were larger than expected."""
+        profile, watch = self.tuning.profile, self._watches.get("train")
+        if not self._own_size or profile is None:
+            return self.decision.footprint
+        if watch is not None and watch.largest:
+            return watch.largest[0].footprint
+        return attempt(lambda: profile.footprint_at(self._own_size)).value or self.decision.footprint
+
     def _validation_size(self, own_size: int) -> int:
         """Return the size to make validation loaders with, 0 to leave them: at their own, whatever a hook reads now."""
         size = self.decision.validation_batch_size or own_size
@@ -143,12 +171,16 @@ class GuardedRun:
             undo = set_batch_size(self.module, self.trainer.datamodule, self._size_to_set)  # type: ignore[attr-defined]
             self._undo.append(undo)
             self._sized = True
-        profile = self.tuning.profile
-        if profile is None:
-            return
+        if self.tuning.profile is not None:
+            self._follow_steps(self.tuning.profile)
+
+    def _follow_steps(self, profile: RunProfile) -> None:
+        decision = self.decision
         if self.trains:
-            facts = profile.facts.divided(decision.pieces)
-            self._set("accumulate_grad_batches", decision.accumulate_grad_batches)
+            own = self._own_size
+            facts = profile.facts.divided(1 if own else decision.pieces)
+            batches = decision.requested_accumulate_grad_batches if own else decision.accumulate_grad_batches
+            self._set("accumulate_grad_batches", batches)
             self._set("limit_train_batches", facts.limits["train"])
             self._set("val_check_interval", facts.val_check_interval)
         if self._watches:
@@ -283,7 +315,7 @@ class GuardedRun:
             self._growth = attempt(lambda: GrowthWatch(self.device, self.module, others)).value
 
     def _watch_batches(self, profile: RunProfile) -> None:
-        runs = {"train" if self.trains else "val": (profile.step, self.decision.batch_size)}
+        runs = {"train" if self.trains else "val": (profile.step, self._size_now)}
         if profile.validation is not None and profile.evaluation is not None:
             runs["val"] = (profile.evaluation, profile.validation.batch_size)
         self._watches = {role: attempt(partial(BatchWatch, profile, *run)).value for role, run in runs.items()}
@@ -316,7 +348,7 @@ class GuardedRun:
             self._try_writing("snapshot", recorder.close)
 
     def _warn_of_overrun(self, measured: Measured) -> None:
-        footprint, budget, watch = self.decision.footprint, self.decision.budget, self._watches.get("train")
+        footprint, budget, watch = self._footprint_now, self.decision.budget, self._watches.get("train")
         if footprint is None or budget is None or watch is None or not self.decision.fits:
             return
         if self._checks_peak and measured.peak_bytes > budget.free_bytes:
@@ -417,11 +449,12 @@ class GuardedRun:
 
     def _record(self) -> EpochRecord | None:
         decision = self.decision
-        if decision.footprint is None or decision.budget is None:
+        footprint = self._footprint_now
+        if footprint is None or decision.budget is None:
             return None
         measured, budget = self.measuring.peak_by_part(), decision.budget
         measured = replace(measured, step_seconds=self.measuring.step_seconds)
-        epoch, size = self.trainer.current_epoch, decision.batch_size
+        epoch, size = self.trainer.current_epoch, self._size_now
         offers = budget.free_bytes, budget.margin_bytes
         own = self._offloading.steps if self._offloading else 0
         moved = max(self.tuning.ranks.gather(own)) if self.trains else 0
@@ -431,7 +464,7 @@ class GuardedRun:
         ]
         again = range_after(max(seen)) if seen else None
         loaders = decision.loader_batch_sizes
-        return EpochRecord(epoch, size, decision.footprint, measured, *offers, moved, loaders, on_host, again)
+        return EpochRecord(epoch, size, footprint, measured, *offers, moved, loaders, on_host, again)
 
     def summarize(self) -> None:
         """Print how close the prediction came; what the last epoch has left to be saved counts too."""

@@ -1,6 +1,6 @@
 """Profile of a run before anything is decided: its data, its budget, and the predicted memory of its steps.
 
-The data is read in the run's own process; the steps are captured in children.
+The data is read, and the steps are captured, in children: whatever the user's code moves there ends with them.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from lightning_memguard.core.batch.batches import Batches
+from lightning_memguard.core.batch.nesting import is_dense, tensors_in
 from lightning_memguard.core.capture.capture import Captures
 from lightning_memguard.core.capture.curve import Curve, Terms
 from lightning_memguard.core.capture.predict import Prediction, Surveyor, predict_largest
@@ -21,10 +23,13 @@ from lightning_memguard.core.capture.recorder import part_bytes
 from lightning_memguard.core.decision.decision import Budget, HostUse, LimitedBy, Request, decide, largest_that
 from lightning_memguard.core.device.budget import read_budget
 from lightning_memguard.core.device.process import process_bytes
+from lightning_memguard.core.gpus import Gpu
+from lightning_memguard.core.isolation.sending import packed, unpacked
 from lightning_memguard.core.range import NOTHING, Range
 from lightning_memguard.core.replay.footprint import Doubt, Footprint, Peak
 from lightning_memguard.core.replay.learned import Learned
 from lightning_memguard.core.replay.settings import AllocatorSettings
+from lightning_memguard.core.simulation.fake import storage_address
 from lightning_memguard.core.simulation.fake_cuda import gpu_of
 from lightning_memguard.core.trace.growth import grow
 from lightning_memguard.core.trace.kept import Kept, fit_kept
@@ -70,6 +75,18 @@ class Run:
     program: LightningProgram
     evaluation: Attempt[Evaluation]
     validation_info: LoaderInfo | None
+
+    def detached(self) -> Run:
+        """Return what is known of the data, which can be sent."""
+        nothing: Any = None
+        known = self.validation_info and self.validation_info.detached()
+        return Run(nothing, self.loader_info.detached(), nothing, Attempt(), known)
+
+    def learn(self, run: Run) -> None:
+        """Know what was found of the same data elsewhere."""
+        self.loader_info.learn(run.loader_info)
+        if self.validation_info and run.validation_info:
+            self.validation_info.learn(run.validation_info)
 
     def accumulating(self) -> Run:
         """Return the run with gradients of earlier batches in its step; itself if it has them."""
@@ -160,8 +177,7 @@ class RunProfile:
 
     def detached(self) -> RunProfile:
         """Return the profile as a value that can be sent, without the objects of the run's own process."""
-        nothing: Any = None
-        return replace(self._with_predictions(Curve.packed), run=nothing)
+        return replace(self._with_predictions(Curve.packed), run=self.run.detached())
 
     def unpacked(self) -> RunProfile:
         """Return the profile with its predictions unpacked, to be asked at many sizes."""
@@ -169,6 +185,7 @@ class RunProfile:
 
     def attached_to(self, run: Run) -> RunProfile:
         """Return the profile with the run's own objects; undoes `detached`."""
+        run.learn(self.run)
         validation = self.validation.prediction if self.validation else None
         return replace(self, run=run.of_kinds(self.prediction, validation))
 
@@ -342,7 +359,6 @@ class Reading:
     batch_size: int
     request_of: Callable[[str], Request]
     budget: Budget
-    held_bytes: int
     avoids_single_sample: bool
     notes: tuple[str, ...]
     process_bytes: Range[int]
@@ -373,48 +389,154 @@ class Reading:
         return AllocatorSettings.for_device(self.run.facts.device.type, os.environ)
 
 
-def read_run(trainer: Trainer, module: LightningModule, settings: GuardSettings, facts: RunFacts) -> Reading:
-    """Read the data and the budget of a run, and draw samples.
+@dataclass(frozen=True)
+class RunReader:
+    """A run that is to be read: its objects, and what its own process knows of its device.
+
+    Attributes:
+        budget: what the device offers.
+        held_bytes: this training's bytes that are there already.
+        process_bytes: see `process_bytes`; nothing if the device is not the CPU.
+        callback_bytes: bytes that other callbacks hold on the device.
+    """
+
+    trainer: Trainer
+    module: LightningModule
+    settings: GuardSettings
+    facts: RunFacts
+    budget: Budget
+    held_bytes: int
+    process_bytes: Range[int]
+    gpu: Gpu | None
+    callback_bytes: int
+
+    @classmethod
+    def of(cls, trainer: Trainer, module: LightningModule, settings: GuardSettings, facts: RunFacts) -> RunReader:
+        """Read the device."""
+        device = facts.device
+        return cls(
+            trainer,
+            module,
+            settings,
+            facts,
+            *_budget(module, facts, settings),
+            process_bytes(module.parameters(), torch.get_num_threads()) if device.type == "cpu" else NOTHING,
+            gpu_of(device),
+            callbacks.held_bytes(facts.callbacks, module, device, averaging=False),
+        )
+
+    def program(self, info: LoaderInfo, batches: tuple[Batches, ...]) -> LightningProgram:
+        """The run's step on batches of its data."""
+        facts, settings, is_fit = self.facts, self.settings, self.facts.stage == "fit"
+        program = LightningProgram(
+            self.trainer,
+            self.module,
+            batches[0] if is_fit and batches else batches,
+            facts.device,
+            batches_per_epoch=info.batches_per_epoch if info.is_counted else None,
+            datamodule=facts.datamodule,
+            # if MemGuard sets the accumulation, gradients are there through the next forward pass: the larger case
+            accumulate_grad_batches=(
+                2 if settings.keep_effective_batch_size and is_fit else callbacks.accumulation(facts)
+            ),
+            gpu=self.gpu,
+            stage=facts.stage,
+            callback_bytes=self.callback_bytes,
+            strategy=facts.strategy,
+            layout=Layout.of(facts.strategy),
+            loaders_at=partial(loaders_at, facts, info),
+        )
+        always = is_fit and settings.mode == "tune" and settings.offload == "always"
+        return offloaded(program) if always else program
+
+    def evaluation(
+        self, training: LightningProgram, info: LoaderInfo, batches: tuple[Batches, ...]
+    ) -> LightningProgram:
+        """A fit's validation on batches of its data, next to its training."""
+        return replace(
+            training,
+            batches=batches,
+            batches_per_epoch=info.batches_per_epoch,
+            stage="validate",
+            setup_stage="fit",
+            callback_bytes=0,
+            loaders_at=partial(loaders_at, self.facts, info),
+        )
+
+    def run_of(self, handed: HandedRun) -> Run:
+        """The run in this process, if a child has read it."""
+        info, validation_info = handed.loader_info, handed.validation_info
+        batches, *of_validation = attempt(lambda: unpacked(handed.batches)).value or [()]
+        program, size = self.program(info, batches), handed.evaluation.value
+        evaluation = Attempt[Evaluation](reason=handed.evaluation.reason)
+        if validation_info is not None and size is not None:
+            its_program = self.evaluation(program, validation_info, *(of_validation or [()]))
+            evaluation = Attempt(Evaluation(its_program, size))
+        return Run(self.facts, info, program, evaluation, validation_info)
+
+
+@dataclass(frozen=True)
+class HandedRun:
+    """What the run's own process gets of a run that a child has read.
+
+    Attributes:
+        batches: those of its step and of its validation, without the samples that make others; packed.
+        evaluation: the batch size of its validation, or why there is none.
+    """
+
+    loader_info: LoaderInfo
+    validation_info: LoaderInfo | None
+    batches: bytes
+    evaluation: Attempt[int]
+
+    @classmethod
+    def of(cls, profile: RunProfile) -> HandedRun:
+        """Take what can be sent of the run behind a profile."""
+        run = profile.attached_to(profile.run).run  # on the kinds of batches that are predicted
+        evaluation, known = run.evaluation.value, run.detached()
+        programs = [run.program, *([evaluation.program] if evaluation else [])]
+        batches = attempt(lambda: packed(tuple(_sendable(each).families for each in programs)))
+        size = Attempt(evaluation.batch_size if evaluation else None, run.evaluation.reason)
+        return cls(known.loader_info, known.validation_info, batches.value or b"", size)
+
+
+_MOST_SENT = 64 << 20  # bytes of batches
+
+
+def _sendable(program: LightningProgram) -> LightningProgram:
+    """The program without samples; on batches that are known by their shapes alone if they are large."""
+    alone = program.without_draws()
+    batches = [batch for family in alone.families for batch in (family.small, family.large)]
+    tensors = [each for batch in batches for each in tensors_in(batch) if is_dense(each)]
+    storages = {storage_address(each): each.untyped_storage().nbytes() for each in tensors}
+    return alone if sum(storages.values()) <= _MOST_SENT else alone.without_samples()
+
+
+def read_run(reader: RunReader) -> Reading:
+    """Read the data of a run, and draw samples.
 
     Raises:
         CannotTraceError: there is no data to predict from.
     """
-    is_fit, device, loader_info = facts.stage == "fit", facts.device, find(facts, facts.role)
+    trainer, module, settings, facts = reader.trainer, reader.module, reader.settings, reader.facts
+    is_fit, loader_info = facts.stage == "fit", find(facts, facts.role)
     samples = sample(loader_info)
-    counted = loader_info.batches_per_epoch  # Lightning fetches one batch ahead of a stream without a length
-    loader_info = loader_info.with_ends(samples.ends)
-    elsewhere = attempt(lambda: held_elsewhere(module, loader_info.batch_size)).value or ""
+    # Lightning fetches one batch ahead of a stream without a length
+    loader_info = replace(loader_info, is_counted=loader_info.batches_per_epoch is not None).with_ends(samples.ends)
+    elsewhere = attempt(lambda: held_elsewhere(module, loader_info.batch_size, facts.callbacks)).value or ""
     holders = module, facts.datamodule, *facts.callbacks
     was_set = loader_info.was_set or bool(attempt(lambda: is_kept_as_one(holders)).value)
     kept_by = _kept_by(facts, settings, was_set=was_set)
     is_kept = settings.mode != "tune" or elsewhere or kept_by
     size = (loader_info.full_size if is_kept else 0) or samples.batch_size
-    program = LightningProgram(
-        trainer,
-        module,
-        samples.batches[0] if is_fit else samples.batches,
-        device,
-        batches_per_epoch=counted,
-        datamodule=facts.datamodule,
-        # if MemGuard sets the accumulation, gradients are there through the next forward pass: the larger case
-        accumulate_grad_batches=2 if settings.keep_effective_batch_size and is_fit else callbacks.accumulation(facts),
-        gpu=gpu_of(device),
-        stage=facts.stage,
-        callback_bytes=callbacks.held_bytes(facts.callbacks, module, device, averaging=False),
-        strategy=facts.strategy,
-        layout=Layout.of(facts.strategy),
-        loaders_at=partial(loaders_at, facts, loader_info),
-    )
-    if is_fit and settings.mode == "tune" and settings.offload == "always":
-        program = offloaded(program)
+    program = reader.program(loader_info, samples.batches)
     validation_info, evaluation = Attempt[LoaderInfo](), Attempt[Evaluation]()
     if is_fit and facts.validates:
         validation_info = attempt(lambda: find(facts, "val"))
-        evaluation = attempt(lambda: _evaluation(validation_info.unwrap(), facts, program))
-    budget, held = _budget(module, facts, settings)
+        evaluation = attempt(lambda: _evaluation(validation_info.unwrap(), reader, program))
     its = evaluation.value.program.families if evaluation.value else ()
     of_loops = (loader_info, samples.batches), (validation_info.value, its)
-    workers = workers_of(facts, *of_loops, sized=counted is not None, epochs=trainer.max_epochs)
+    workers = workers_of(facts, *of_loops, sized=loader_info.is_counted, epochs=trainer.max_epochs)
     host, in_shared = host_budgets(facts, settings.host_budget_bytes, settings.margin)
     return Reading(
         Run(facts, loader_info, program, evaluation, validation_info.value),
@@ -424,11 +546,10 @@ def read_run(trainer: Trainer, module: LightningModule, settings: GuardSettings,
             kept_by=kept_by,
             was_set=was_set,
         ),
-        budget,
-        held,
+        reader.budget,
         avoids_single_sample=any(isinstance(each, _BatchNorm) for each in module.modules()),
         notes=samples.notes,
-        process_bytes=process_bytes(module.parameters(), torch.get_num_threads()) if device.type == "cpu" else NOTHING,
+        process_bytes=reader.process_bytes,
         workers=workers,
         host=host,
         shared=in_shared,
@@ -545,18 +666,9 @@ def _budget(module: LightningModule, facts: RunFacts, settings: GuardSettings) -
     return read_budget(facts.device, budget=given, margin=margin, already_held_bytes=held), held
 
 
-def _evaluation(info: LoaderInfo, facts: RunFacts, training: LightningProgram) -> Evaluation:
+def _evaluation(info: LoaderInfo, reader: RunReader, training: LightningProgram) -> Evaluation:
     samples = sample(info)
-    program = replace(
-        training,
-        batches=samples.batches,
-        batches_per_epoch=info.batches_per_epoch,
-        stage="validate",
-        setup_stage="fit",
-        callback_bytes=0,
-        loaders_at=partial(loaders_at, facts, info),
-    )
-    return Evaluation(program, info.full_size or samples.batch_size)
+    return Evaluation(reader.evaluation(training, info, samples.batches), info.full_size or samples.batch_size)
 
 
 def _validation(run: Run, training: Curve) -> ValidationRun:

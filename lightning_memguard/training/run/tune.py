@@ -25,7 +25,7 @@ from lightning_memguard.training.planning.advise import AdviceReport, try_remedi
 from lightning_memguard.training.run.choose import Choice, Planner, choose
 from lightning_memguard.training.run.earlier_runs import EarlierRuns
 from lightning_memguard.training.run.guard_settings import GuardSettings
-from lightning_memguard.training.run.profile import RunProfile, read_run
+from lightning_memguard.training.run.profile import RunProfile, RunReader
 from lightning_memguard.training.run.progress import SetupLine
 from lightning_memguard.training.strategies.sharded import Layout, refuse_sharded
 from lightning_memguard.units import format_bytes
@@ -65,18 +65,17 @@ def tune(trainer: Trainer, module: LightningModule, settings: GuardSettings, sta
     try:
         facts = attempt(lambda: _facts_of(trainer, stage)).unwrap()
         ranks = Ranks.of(facts)
-        reading = ranks.agree(attempt(lambda: read_run(trainer, module, settings, facts)))
-        size = reading.batch_size
-        if Layout.of(facts.strategy):  # on all ranks alike
-            refuse_sharded(module)
-        process_bytes = reading.process_bytes
-        with Planner(settings, reading, line) as planner:
-            planner.start()
+        reader = ranks.agree(attempt(lambda: RunReader.of(trainer, module, settings, facts)))
+        process_bytes = reader.process_bytes
+        with Planner(settings, reader, line) as planner:
+            size = ranks.agree(planner.read())
+            if Layout.of(facts.strategy):  # on all ranks alike
+                refuse_sharded(module)
             # after the budget, which counts an open context as ours: measuring it opens it
             context = attempt(lambda: process_bytes or Range.exactly(context_bytes(facts.device)))
             profile = ranks.agree(planner.profile()).with_context(ranks.agree(context))
-            profile = replace(profile, budget=shared(ranks, profile.budget, facts.device, reading.held_bytes))
-            earlier = EarlierRuns.of(facts, reading.held_bytes, wanted=settings.learns)
+            profile = replace(profile, budget=shared(ranks, profile.budget, facts.device, reader.held_bytes))
+            earlier = EarlierRuns.of(facts, reader.held_bytes, wanted=settings.learns)
             profile = profile.learning(ranks.gather(attempt(partial(earlier.learned, profile)).value)[0])
             asked = profile.request
             answers = ranks.gather((asked.free_to_choose, asked.fixed_because, asked.kept_by, asked.was_set))
@@ -86,7 +85,7 @@ def tune(trainer: Trainer, module: LightningModule, settings: GuardSettings, sta
             except DoesNotFitError as error:
                 raise _with_advice(error, profile) from None
         tuning = with_steps(Tuning(decision, facts.role, _without_samples(profile), ranks, earlier))
-        del reading, profile
+        del profile
         trim_heap()  # of the samples drawn
         return tuning
     except (CannotTraceError, KeyboardInterrupt) as error:

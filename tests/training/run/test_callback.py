@@ -6,6 +6,7 @@ import functools
 import importlib
 import logging
 import math
+import subprocess
 import sys
 import warnings
 from datetime import timedelta
@@ -736,3 +737,20 @@ def test_a_fit_takes_two_lines_or_twelve_and_an_evaluation_two_unless_the_level_
         caplog.clear()
         run.test(module, DataLoader(dataset, 4), verbose=False)
         assert len(lines()) == min(2, most)
+
+
+ALIASES = {
+    "one package under both names": 'sys.modules["pytorch_lightning"] = lightning.pytorch',
+    "the other way round": 'import pytorch_lightning; sys.modules["lightning.pytorch"] = pytorch_lightning',
+    "a class that inherits from the other": (
+        'shim = types.ModuleType("pytorch_lightning"); sys.modules["pytorch_lightning"] = shim\n'
+        'shim.Callback = type("Callback", (lightning.pytorch.Callback,), {})'
+    ),
+    "a package without callbacks": 'sys.modules["pytorch_lightning"] = types.ModuleType("pytorch_lightning")',
+}
+
+
+@pytest.mark.parametrize("alias", ALIASES.values(), ids=ALIASES)
+def test_one_lightning_package_may_stand_for_the_other(alias: str) -> None:
+    lines = "import sys, types\nimport lightning.pytorch", alias, "from lightning_memguard import MemGuard\nMemGuard()"
+    subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True)
