@@ -33,7 +33,7 @@ DOCS_STAMP := $(DOCS_VENV)/.installed
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --durations=10 -n auto --maxprocesses=4
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-sharded test docs site links outputs long lint bench compiled field histories suite deciding accuracy builds matrix host clean
+.PHONY: help demo demo-sharded test docs site pictures links outputs long lint bench compiled field histories suite deciding accuracy builds matrix host clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1|\2/p' Makefile | awk -F'|' '{ printf "%-12s %s\n", $$1, $$2 }'
@@ -53,6 +53,9 @@ docs: $(DOCS_STAMP) ## build the documentation's site in build/site, with five t
 	@echo "Open build/site/index.html"
 
 site: docs
+
+pictures: $(STAMP) ## make the pictures of the documentation (docs/pictures.py; needs Chromium)
+	$(BIN)/python docs/pictures.py
 
 links: $(DOCS_STAMP) ## ask the network about the documentation's links to other sites
 	$(DOCS_BIN)/python -m sphinx -q -W -b linkcheck -d build/doctrees docs build/links

@@ -43,5 +43,5 @@ if __name__ == "__main__":
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
-        callbacks=[MemGuard(budget="192MiB", min_steps_per_epoch=10)],
+        callbacks=[MemGuard(batch_size="largest", budget="192MiB", min_steps_per_epoch=10)],
     ).fit(FrozenBackbone(), DataLoader(data, 16))

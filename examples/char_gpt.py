@@ -150,7 +150,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     print_sample("Before", model, data.vocabulary)
     trainer = pl.Trainer(
-        callbacks=[MemGuard(budget=options.budget)],
+        # however many samples its steps then see: `max_steps` would keep the batch size otherwise
+        callbacks=[MemGuard(budget=options.budget, batch_size="largest", min_steps_per_epoch=None)],
         accelerator=options.device,
         devices=1,
         max_epochs=1,

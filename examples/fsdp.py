@@ -260,7 +260,7 @@ _BLOCK_PLAN = {
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(arguments)
-    guard = MemGuard(budget=options.budget)
+    guard = MemGuard(budget=options.budget, batch_size="largest", min_steps_per_epoch=None)
     strategy = ModelParallelStrategy(
         data_parallel_size=2 // options.tensor_parallel,
         tensor_parallel_size=options.tensor_parallel,

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from lightning_memguard.core.decision.record import EpochRecord
     from lightning_memguard.core.replay.footprint import Footprint
     from lightning_memguard.errors import CannotResizeLoaderError, CannotTraceError, DoesNotFitError, MemGuardError
+    from lightning_memguard.training.offload.engine import offload_activations
     from lightning_memguard.training.planning.estimate import estimate
     from lightning_memguard.training.planning.ways import ways_to_train
     from lightning_memguard.training.run.callback import MemGuard
@@ -32,6 +33,7 @@ __all__ = [
     "MemGuard",
     "MemGuardError",
     "estimate",
+    "offload_activations",
     "ways_to_train",
 ]
 
@@ -47,6 +49,7 @@ _HOMES = {
     "MemGuard": "lightning_memguard.training.run.callback",
     "MemGuardError": "lightning_memguard.errors",
     "estimate": "lightning_memguard.training.planning.estimate",
+    "offload_activations": "lightning_memguard.training.offload.engine",
     "ways_to_train": "lightning_memguard.training.planning.ways",
 }
 
@@ -59,7 +62,7 @@ if not TYPE_CHECKING:  # a type checker that sees __getattr__ takes every misspe
             value = getattr(import_module(_HOMES[name]), name)
         except (AttributeError, ImportError) as error:
             value = _unavailable(error)
-            if name not in ("estimate", "ways_to_train") or value is None:
+            if name not in ("estimate", "offload_activations", "ways_to_train") or value is None:
                 raise
         globals()[name] = value  # from now on the name is found without asking here
         return value

@@ -42,6 +42,21 @@ def format_count(count: int) -> str:
     return str(count or "")
 
 
+def counted(count: int, noun: str) -> str:
+    """A count and what it counts: ``"1 epoch"``, ``"3 epochs"``."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def share_of(nbytes: int, whole: int) -> str:
+    """Write bytes and the whole that they are a part of, with the unit once if both have the same.
+
+    >>> share_of(512 * MIB, 17 * GIB), share_of(2 * GIB, 17 * GIB)
+    ('512.0 MiB of 17.0 GiB', '2.0 of 17.0 GiB')
+    """
+    part, (number, unit) = format_bytes(nbytes), format_bytes(whole).split()
+    return f"{part.removesuffix(f' {unit}')} of {number} {unit}"
+
+
 def parse_bytes(quantity: int | str) -> int:
     """Read a number of bytes as people write it.
 

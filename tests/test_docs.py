@@ -4,6 +4,7 @@ The numbers are of one version of torch: another has other kernels.
 """
 
 import importlib.util
+import re
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,8 @@ ROOT = Path(__file__).parents[1]
 PINNED = f"torch=={torch.__version__.partition('+')[0]}" in (ROOT / "constraints.txt").read_text(encoding="utf-8")
 
 
-def outputs():
-    spec = importlib.util.spec_from_file_location("outputs", ROOT / "docs" / "outputs.py")
+def outputs(name: str = "outputs"):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -55,3 +56,23 @@ def test_a_block_shows_the_part_that_its_comment_names(tmp_path: Path) -> None:
     ]
     slow = text.format(", slow")
     assert outputs().updated(slow, tmp_path, slow=False) == slow
+
+
+def test_pictures_are_as_old_as_what_draws_them() -> None:
+    """`make pictures` makes them again."""
+    made_from = (ROOT / "docs" / "images" / "made_from.txt").read_text(encoding="utf-8").strip()
+    assert made_from == outputs("pictures").made_from()
+
+
+def test_pages_of_the_site_link_to_pages_of_the_site() -> None:
+    """Sphinx, which `make docs` runs, finds no others; CHANGELOG.md and CONTRIBUTING.md are included in two of them."""
+    pages = {page.name for page in (ROOT / "docs").glob("*.md")}
+    for file in (*(ROOT / "docs").glob("*.md"), ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"):
+        for link in re.findall(r"\]\((?!https?:)([^)#]+\.md)", file.read_text(encoding="utf-8")):
+            target = (file.parent / link).resolve()
+            assert target.exists(), f"{file.name}: {link}"
+            assert target.name.lower() in pages or "accuracy" in target.parts, f"{file.name}: {link}"
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= 900

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1] / "lightning_memguard"
 # nor Lightning. report/ comes before training/ because the callback prints its table; a report knows no trainer.
 ROOMS = {
     "": ["_version", "errors", "units"],
-    "core": ["__init__", "foreign", "shown"],
+    "core": ["__init__", "foreign", "shown", "range"],
     "core/trace": ["__init__", "scratch", "kept", "work", "trace", "growth", "packed"],
     "core/replay": [
         "__init__",
@@ -63,7 +63,7 @@ ROOMS = {
         "speed",
         "measurements",
     ],
-    "core/isolation": ["__init__", "child", "pool"],
+    "core/isolation": ["__init__", "child", "pool", "sending"],
     "core/batch": [
         "__init__",
         "nesting",
@@ -98,6 +98,7 @@ ROOMS = {
         "leftovers",
         "program",
         "capture",
+        "curve",
         "predict",
     ],
     "core/layers": ["__init__", "layers", "textbook"],
@@ -120,6 +121,7 @@ ROOMS = {
         "run_facts",
         "ranks",
     ],
+    "training/offload": ["__init__", "space", "tiers", "saved", "hooks", "engine", "policy", "predicted"],
     "training/strategies": [
         "__init__",
         "no_collectives",
@@ -137,7 +139,17 @@ ROOMS = {
         "shadow",
         "program",
     ],
-    "training/data": ["__init__", "copies", "resizing", "sizes_elsewhere", "loaders", "draws", "samples", "workers"],
+    "training/data": [
+        "__init__",
+        "copies",
+        "resizing",
+        "set_sizes",
+        "sizes_elsewhere",
+        "loaders",
+        "draws",
+        "samples",
+        "workers",
+    ],
     "training/planning": [
         "__init__",
         "structure",
@@ -165,6 +177,7 @@ ROOMS = {
         "batch_monitor",
         "aftermath",
         "measuring",
+        "offloading",
         "run_report",
         "guarded_run",
         "callback",

@@ -53,7 +53,7 @@ def loader(**settings: Any) -> DataLoader[Any]:
 
 def fit(data: DataLoader[Any], module: Net, *callbacks: pl.Callback) -> None:
     """One guarded epoch, which must have been predicted."""
-    guard = MemGuard(max_batch_size=32, min_steps_per_epoch=None)
+    guard = MemGuard(batch_size="largest", max_batch_size=32, min_steps_per_epoch=None)
     trainer = pl.Trainer(
         accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False, enable_model_summary=False,
         enable_progress_bar=bool(callbacks), callbacks=[guard, *callbacks],

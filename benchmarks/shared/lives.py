@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from statistics import median, quantiles
 from typing import Any
 
-from lightning_memguard.core.replay.footprint import Footprint, Peak
+from lightning_memguard.core.replay.footprint import Doubt, Footprint, Peak
 from lightning_memguard.core.replay.learned import Learned, Sighting
 
 ORDERS = 40
@@ -20,7 +20,7 @@ WORSE = 5.0  # percent
 def footprint_of(run: Any) -> Footprint:
     ends = (Peak(0, nbytes, nbytes) for nbytes in (min(run.low, run.predicted), max(run.high, run.predicted)))
     low, high = ends
-    return Footprint(run.batch, "cuda", 0, run.predicted, run.predicted, low=low, high=high)
+    return Footprint(run.batch, "cuda", 0, run.predicted, run.predicted, doubts=(Doubt("process", (low, high)),))
 
 
 def corrected(run: Any, others: Iterable[Any]) -> Footprint:

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 
-from lightning_memguard.core.decision.decision import Budget
+from lightning_memguard.core.decision.decision import Budget, retries_words
 from lightning_memguard.core.gpus import Gpu
 from lightning_memguard.core.layers.textbook import ratio_to_peak
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.core.replay.history import line_of, operator_of, without_folders
-from lightning_memguard.report.decision_table import new_table, retries_words, setup_text
+from lightning_memguard.report.decision_table import new_table, setup_text
 from lightning_memguard.report.page_data import budget_data, footprint_data, layer_data, picked
-from lightning_memguard.report.words import ACCURACY, counted, duration, time_range
-from lightning_memguard.units import format_bytes, format_count
+from lightning_memguard.report.words import ACCURACY, duration, time_range
+from lightning_memguard.units import counted, format_bytes, format_count
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -209,7 +209,7 @@ def way_data(way: TrainingWay) -> dict[str, Any]:
     seconds = way.seconds_per_sample
     return {
         **picked(way, "device", "ranks", "batch_size", "accumulate_grad_batches", "samples", "changes", "how", "costs"),
-        "seconds_per_sample": seconds and seconds._asdict(),
+        "seconds_per_sample": seconds and seconds.as_dict(),
         "dollars_per_million_samples": way.dollars_per_million,
         "footprint": footprint_data(way.footprint),
         "budget": budget_data(way.budget),

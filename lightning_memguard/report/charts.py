@@ -13,11 +13,11 @@ from dataclasses import astuple, dataclass
 from html import escape
 from itertools import groupby
 
-from lightning_memguard.core.decision.decision import Budget, Decision
+from lightning_memguard.core.decision.decision import Budget, Decision, part_words
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.core.replay.timeline import PhaseSpan, Timeline
 from lightning_memguard.report.page_data import CurvePoint, shown_parts
-from lightning_memguard.report.words import COLORS, part_words, round_step, ticks
+from lightning_memguard.report.words import COLORS, round_step, ticks
 from lightning_memguard.units import format_bytes
 
 _OTHER = "#8a8f98"  # the color of a part without one

@@ -9,23 +9,11 @@ from typing import Literal
 from rich.box import HEAVY_HEAD, Box
 from rich.table import Table
 
-from lightning_memguard.core.decision.decision import Budget, Decision, HostUse, LimitedBy
+from lightning_memguard.core.decision.decision import Budget, Decision, batch_sizes, part_words, prediction_of
 from lightning_memguard.core.decision.record import EpochRecord
 from lightning_memguard.core.replay.footprint import Footprint
-from lightning_memguard.core.replay.replay import Retries
-from lightning_memguard.report.words import (
-    at_size,
-    batch_sizes,
-    counted,
-    duration,
-    part_words,
-    peak_range,
-    peak_words,
-    prediction_of,
-    size_of,
-    step_words,
-)
-from lightning_memguard.units import format_bytes
+from lightning_memguard.report.words import at_size, duration, peak_range, peak_words, size_of, step_words
+from lightning_memguard.units import counted, format_bytes
 
 Row = tuple[str, str, str]
 """A part or a total, its size, its share; mypy names what a further column changes, except the rule of `markdown`."""
@@ -37,15 +25,6 @@ _METHODS = {
     "sampled": "traced on fake tensors; sizes that depend on values are those of real batches",
     "real": "from real steps, run on a copy",
     "states": "Without activations, which are unknown: the step needs more than this",
-}
-
-_LIMITS: dict[LimitedBy, str] = {
-    "dataset": "limited by the size of the dataset, not by memory",
-    "max_batch_size": "limited by max_batch_size, not by memory",
-    "request": "keeps the effective batch size",
-    "checkpoint": "the one the checkpoint was trained with, and it fits",
-    "time": "larger ones are predicted to be at most 3% faster a sample",
-    "last_batch": "a larger one leaves a last batch of a single sample, which batch norm refuses",
 }
 
 
@@ -81,17 +60,14 @@ def setup_text(
     ]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [f"  | {name:<{widths[0]}} | {size:>{widths[1]}} | {share:>{widths[2]}}" for name, size, share in rows]
-    rule, words = "-" * max(map(len, lines)), why(decision)
-    chosen = [f"MemGuard: {words[0].lower()}{words[1:]}"] if explain else []
+    rule, chosen = "-" * max(map(len, lines)), [f"MemGuard: {decision.reason}"] if explain else []
     return "\n".join([lines[0], rule, *lines[1:], rule, *totals, *chosen, *notes])
 
 
 def evaluation_text(decision: Decision, kind: str) -> str:
-    """Write in one line what a validation, test or prediction takes, and why its batch size."""
-    footprint, budget = prediction_of(decision)
-    usable = f"{format_bytes(budget.usable_bytes)} usable on {budget.device}"
+    """Write in one line whether a validation, test or prediction fits, and its batch size."""
     kind = {"validate": "validation", "predict": "prediction"}.get(kind, kind)
-    return f"MemGuard: {kind} is expected to take {peak_range(footprint)} of the {usable}. {why(decision)}"
+    return f"MemGuard: in {kind}, {decision.reason}"
 
 
 def _total_lines(decision: Decision, footprint: Footprint, budget: Budget, kind: str) -> list[str]:
@@ -126,11 +102,6 @@ def _host_lines(decision: Decision) -> list[tuple[int, str]]:
 
 
 _WORTH_A_LINE = 0.1
-
-
-def _host_remedies(host: HostUse, of: Budget) -> str:
-    more = ("--shm-size gives a container more",) if of is host.shared_budget else host.of_saving
-    return "; ".join((*host.remedies, *more))
 
 
 def _kind(footprint: Footprint, kind: str) -> str:
@@ -184,7 +155,7 @@ def peaks_of(footprint: Footprint) -> list[tuple[str, int]]:
 def setup_rows(decision: Decision) -> tuple[Row, list[Row]]:
     """The table and the sentences under it as rows of text, under their heading, for loggers that show tables."""
     footprint, budget = prediction_of(decision)
-    sentences = [("Peak", method_words(footprint), ""), ("Batch size", why(decision), "")]
+    sentences = [("Peak", method_words(footprint), ""), ("Batch size", sentence(decision), "")]
     notes = [("Note", f"{note}.", "") for note in decision.notes]
     return _heading(decision, footprint), [
         *_part_rows(footprint),
@@ -207,7 +178,7 @@ def markdown(decision: Decision) -> str:
         ),
     ]
     # The most important line comes first: viewers such as TensorBoard's show ten lines of a text.
-    above = [f"### MemGuard: memory of {_kind(footprint, 'training')} step", _escaped(why(decision))]
+    above = [f"### MemGuard: memory of {_kind(footprint, 'training')} step", _escaped(sentence(decision))]
     below = map(_escaped, (method_words(footprint), *(f"Note: {note}." for note in decision.notes)))
     return "\n\n".join([*above, "\n".join(lines), *below]) + "\n"
 
@@ -223,6 +194,11 @@ def _escaped(text: str) -> str:
     return "`".join(pieces)
 
 
+def sentence(decision: Decision) -> str:
+    """Return the decision's sentence with a capital, for a place of its own."""
+    return decision.reason[:1].upper() + decision.reason[1:]
+
+
 def method_words(footprint: Footprint) -> str:
     """Say where the peak is and how it was obtained; of a partial prediction, what is missing."""
     if footprint.is_partial:
@@ -234,94 +210,13 @@ def method_words(footprint: Footprint) -> str:
     return peak + time
 
 
-def why(decision: Decision) -> str:
-    """The batch size, and what set it, or whether it fits."""
-    reason, (footprint, budget) = decision.reason.rstrip("."), prediction_of(decision)
-    size, asked = decision.batch_size, decision.requested_batch_size
-    now, was = batch_sizes(decision, size), batch_sizes(decision, asked)
-    change = f"Batch size {now} (was {was})" if size != asked else f"Batch size {now}, as requested"
-    batch = f"The largest of the batches drawn ({footprint.batch})" if footprint.batch else f"Batch size {now}"
-    if decision.verdict == "unknown":
-        return (
-            f"{batch} is unchanged, and whether it fits is unknown{': ' if reason else ''}{reason}. Without "
-            f"its activations it takes {format_bytes(footprint.peak_device_bytes)} of the "
-            f"{format_bytes(budget.usable_bytes)} usable."
-        )
-    is_tuned = decision.outcome == "tuned"
-    because = f"{': ' if is_tuned else '; unchanged because '}{reason}" if reason else ""
-    if decision.verdict == "does not fit":
-        return f"{batch} {_why_not(decision, footprint, because)}."
-    if decision.outcome == "checked" or (reason and not is_tuned):
-        return f"{batch} fits{because}."
-    batches = decision.accumulate_grad_batches
-    if size < asked and batches > (before := decision.requested_accumulate_grad_batches):
-        seen, all_before = size * batches, asked * before
-        samples = f"{seen} samples as before" if seen == all_before else f"{seen} samples instead of {all_before}"
-        return f"{change[:-1]}, which does not fit): gradients of {batches} batches make a step, {samples}."
-    accumulated = f", with gradients accumulated over {batches} batches" if batches > 1 else ""
-    fewer = _fewer_steps(decision)
-    fewer = f"; {fewer}" if fewer and decision.limited_by != "min_steps_per_epoch" else ""
-    return f"{change}: {reason or _limit(decision)}{accumulated}{fewer}."
-
-
-def _why_not(decision: Decision, footprint: Footprint, because: str) -> str:
-    if decision.host and decision.host.overrun:
-        nbytes, of = decision.host.overrun
-        room, remedies = format_bytes(of.usable_bytes), _host_remedies(decision.host, of)
-        parts = decision.host.parts if of is decision.host.budget else {}
-        *others, last = map(part_words, parts or ("prefetched batches",))
-        takers = f"{', '.join(others)} and {last}" if others else last
-        need = f"{takers} are predicted to take up to {format_bytes(nbytes)}, and {room} are usable there"
-        return f"does NOT fit {of.device}{because}: {need}. Remedies: {remedies}"
-    if footprint.phase == "checkpoint":
-        return f"does NOT fit while a checkpoint is saved{because}"
-    if decision.retries:
-        return f"does NOT fit with all that the allocator caches: it {retries_words(decision.retries)}{because}"
-    return f"does NOT fit{', even without its activations' if footprint.is_partial else ''}{because}"
-
-
-def retries_words(retries: Retries) -> str:
-    """Say how a step runs that does not fit with all that the allocator caches."""
-    if retries.per_step:
-        return f"runs, but empties the cache {'each step' if retries.per_step >= 1 else 'every few steps'}"
-    return f"runs, but empties the cache {counted(retries.at_first, 'time')} in its first steps"
-
-
-def _fewer_steps(decision: Decision) -> str:
-    """Say how many optimizer steps an epoch has left at a larger batch size; empty if all, or if that is unknown."""
-    now, before, asked = decision.steps_per_epoch, decision.requested_steps_per_epoch, decision.requested_batch_size
-    if decision.batch_size <= asked or not now or not before or now >= before:
-        return ""
-    least = "min_steps_per_epoch allows no fewer; " if decision.limited_by == "min_steps_per_epoch" else ""
-    steps = counted(now, "optimizer step")
-    return f"an epoch has {steps} instead of {before} ({least}max_batch_size={asked} keeps all)"
-
-
-def _limit(decision: Decision) -> str:
-    limit, many = decision.limited_by, decision.multiple_of
-    if limit == "memory":
-        return "the largest that fits" if many == 1 else f"the largest multiple of {many} that fits"
-    if limit == "min_steps_per_epoch":
-        steps = decision.steps_per_epoch
-        its = f"than its {counted(steps, 'optimizer step')}" if steps else "optimizer steps, whose number is unknown"
-        fewer = f"larger batches leave an epoch fewer {its} (min_steps_per_epoch=None allows it)"
-        return _fewer_steps(decision) or fewer
-    if limit in ("shared_memory", "host_memory") and decision.host:
-        of = decision.host.shared_budget if limit == "shared_memory" else decision.host.budget
-        if of is not None:
-            free, remedies = format_bytes(of.free_bytes), _host_remedies(decision.host, of)
-            return f"larger batches, as workers prefetch them, do not fit {of.device} ({free} free): {remedies}"
-    too = "has too few of them for it" if limit == "val_check_interval" else "would have more samples, or no batch"
-    return _LIMITS.get(limit, f"limited by {limit}: with larger batches, an epoch {too}")
-
-
 def warning_of(decision: Decision) -> str:
     """Return the warning for a user to act on: MemGuard did not do as asked, or the step may not fit. Else empty."""
     footprint, budget = decision.footprint, decision.budget
     if footprint is None or budget is None:
-        return f"MemGuard did not tune this run: {decision.reason}"
+        return f"MemGuard did not tune this run: {decision.because}"
     if decision.verdict == "does not fit" and decision.host and decision.host.overrun:
-        return why(decision)
+        return decision.reason
     if decision.verdict == "does not fit":
         others = "bf16-mixed precision or activation checkpointing"
         remedy = f" Lower {size_of(footprint)}, or use {others}." if footprint.batch else ""
@@ -329,10 +224,10 @@ def warning_of(decision: Decision) -> str:
             less = format_bytes(footprint.parts["optimizer_state"])
             remedy = f" ModelCheckpoint(save_weights_only=True) needs {less} less."
         return (
-            f"{why(decision)} It is predicted to need {peak_range(footprint)}; {budget.device} offers "
+            f"{decision.reason} It is predicted to need {peak_range(footprint)}; {budget.device} offers "
             f"{format_bytes(budget.usable_bytes)} after the margin ({budget.source}).{remedy}"
         )
-    return why(decision) if decision.reason and decision.outcome != "checked" else ""
+    return decision.reason if decision.because and decision.outcome != "checked" else ""
 
 
 def last_line(records: Sequence[EpochRecord]) -> str:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from lightning_memguard.core.decision.decision import Budget, Decision, Verdict, verdict
+from lightning_memguard.core.decision.decision import Budget, Decision, Verdict, part_words, verdict
 from lightning_memguard.core.decision.record import Measured
 from lightning_memguard.core.device.host import MemoryInfo
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.core.replay.timeline import LineShare
 from lightning_memguard.core.trace.kept import Kept, places
 from lightning_memguard.core.trace.trace import Shapes
-from lightning_memguard.report.words import at_size, counted, part_words, peak_words, size_of
-from lightning_memguard.units import MIB, format_bytes
+from lightning_memguard.report.words import at_size, peak_words, size_of
+from lightning_memguard.units import MIB, counted, format_bytes
 
 _MOST_SHAPES = 6
 _MOST_NAMED = 3
@@ -39,13 +40,22 @@ class Larger:
         return verdict(self.footprint, self.budget)
 
 
-def announcement(larger: Larger, role: str, batch_idx: int) -> str:
+@dataclass(frozen=True)
+class Offloaded:
+    """A step with all its saved activations on the host: what stays on the device, and how many bytes move."""
+
+    footprint: Footprint
+    moved_bytes: int
+
+
+def announcement(larger: Larger, role: str, batch_idx: int, offloaded: Offloaded | None = None) -> str:
     """Announce how much memory a batch that is larger than predicted needs, and whether it fits.
 
     Args:
         larger: the batch.
         role: of its loader.
         batch_idx: its place in the epoch.
+        offloaded: its step with activations on the host, if it runs so.
     """
     need, budget = larger.footprint.most_device_bytes, larger.budget
     least = "at least " if larger.footprint.is_partial else ""
@@ -55,11 +65,46 @@ def announcement(larger: Larger, role: str, batch_idx: int) -> str:
         "unknown": "Whether it fits is unknown, as its activations are",
         "does not fit": f"It may run out of memory: lower {size_of(larger.footprint)} or truncate long samples",
     }[larger.verdict]
+    if offloaded and larger.verdict != "fits":
+        fits = _on_host(offloaded, budget.usable_bytes)
     return (
         f"{kind} batch {batch_idx} has {_listed(larger.shapes)}, larger than the {_listed(larger.predicted_shapes)} "
         f"of the prediction. It is predicted to need {least}{format_bytes(need)}; {budget.device} offers "
         f"{format_bytes(budget.usable_bytes)} after the margin. {fits}."
     )
+
+
+def less_room_words(predicted: Footprint, budget: Budget, usable_bytes: int, offloaded: Offloaded | None) -> str:
+    """Announce that steps do not fit what the device has, and run with their activations on the host.
+
+    Args:
+        predicted: what a step needs.
+        budget: what there was at setup.
+        usable_bytes: what there is.
+        offloaded: the step with its activations on the host; None if that could not be predicted.
+    """
+    now = "offers" if usable_bytes == budget.usable_bytes else "now offers"
+    how = _on_host(offloaded, usable_bytes) if offloaded else "Steps run with their activations on the host"
+    return (
+        f"A step is predicted to need {format_bytes(predicted.most_device_bytes)} {at_size(predicted)}; "
+        f"{budget.device} {now} {format_bytes(usable_bytes)} after the margin. {how}."
+    )
+
+
+def _on_host(offloaded: Offloaded, usable_bytes: int) -> str:
+    footprint = offloaded.footprint
+    need, moved = format_bytes(footprint.most_device_bytes), format_bytes(offloaded.moved_bytes)
+    place = "a temporary file" if footprint.device == "cpu" else "host memory"
+    if footprint.most_device_bytes <= usable_bytes:
+        return f"It runs whole, with what does not fit of its {moved} of saved activations in {place}"
+    lower = f"lower {size_of(footprint)} or truncate long samples"
+    return f"Even with its {moved} of saved activations in {place} it needs {need}. It may run out of memory: {lower}"
+
+
+def surprise_words(moved_bytes: int) -> str:
+    """Announce that a step saved more than was predicted, so that some of it went to the host."""
+    moved = format_bytes(moved_bytes)
+    return f"A step saved more activations than were predicted: {moved} of them went to the host, so that it fits."
 
 
 def overrun_words(
@@ -252,6 +297,12 @@ def _advice(failure: Failure) -> str:
     scaled = ", assuming other steps exceed it by the same factor" if over else ""
     truncate = ", or truncate long samples" if failure.larger else ""
     return f"{_size_that_fits(size, failure.larger is not None)} fit{scaled}: {_remedy(size)}{truncate}."
+
+
+def snapshot_words(predicted: Path, actual: Path | None) -> str:
+    """Say where the snapshots of a step that ran out of memory are."""
+    text = f"Memory snapshot of the predicted step: {predicted}"
+    return f"{text}; of the device: {actual} (`memguard compare` reads both)." if actual else f"{text}."
 
 
 def worker_words(

@@ -12,10 +12,10 @@ from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from lightning_memguard.core.decision.decision import Decision
+from lightning_memguard.core.decision.decision import Decision, batch_sizes, part_words, prediction_of
 from lightning_memguard.core.decision.record import EpochRecord, Measured
 from lightning_memguard.core.replay.footprint import Footprint
-from lightning_memguard.report.words import COLORS, batch_sizes, bounds_of, part_words, peak_range, prediction_of, ticks
+from lightning_memguard.report.words import COLORS, bounds_of, peak_range, ticks
 from lightning_memguard.units import format_bytes
 
 if TYPE_CHECKING:

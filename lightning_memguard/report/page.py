@@ -16,15 +16,15 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightning_memguard.core.decision.decision import Budget, Decision
+from lightning_memguard.core.decision.decision import Budget, Decision, batch_sizes, part_words
 from lightning_memguard.core.decision.record import EpochRecord
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.core.shown import Shown
 from lightning_memguard.errors import MemGuardError
 from lightning_memguard.report import charts
-from lightning_memguard.report.decision_table import method_words, peaks_of, totals_of, why
+from lightning_memguard.report.decision_table import method_words, peaks_of, sentence, totals_of
 from lightning_memguard.report.page_data import CurvePoint, Report, report_data
-from lightning_memguard.report.words import COLORS, batch_sizes, byte_range, part_words, peak_words, with_stage
+from lightning_memguard.report.words import COLORS, byte_range, peak_words, with_stage
 from lightning_memguard.units import format_bytes, format_count
 
 if TYPE_CHECKING:
@@ -140,7 +140,8 @@ def _headline(decision: Decision, footprint: Footprint, budget: Budget) -> str:
         most = "at least: its activations are unknown"
     elif footprint.most_device_bytes > footprint.peak_device_bytes:
         most = f"at most {format_bytes(footprint.most_device_bytes)}"
-    fits = "unknown whether it fits" if decision.verdict == "unknown" else "fits" if decision.fits else "does NOT fit"
+    fits = {"unknown": "unknown whether it fits", "fits": "fits", "does not fit": "does NOT fit"}[decision.verdict]
+    bad = {"Share used"} if decision.verdict == "does not fit" else set()
     bound = f"at most {most_share}: " if most_share != likely and not footprint.is_partial else ""
     tiles = [
         (
@@ -153,12 +154,12 @@ def _headline(decision: Decision, footprint: Footprint, budget: Budget) -> str:
         ("Share used", likely, bound + fits),
     ]
     cells = "".join(
-        f'<div class="tile{" bad" if note.endswith("does NOT fit") else ""}"><dt>{escape(name)}</dt>'
+        f'<div class="tile{" bad" if name in bad else ""}"><dt>{escape(name)}</dt>'
         f"<dd>{escape(value)}<small>{escape(note)}</small></dd></div>"
         for name, value, note in tiles
     )
     notes = "".join(f'<p class="note">Note: {escape(note)}.</p>' for note in decision.notes)
-    return f'<p class="lead">{escape(why(decision))}</p><dl class="tiles">{cells}</dl>{notes}'
+    return f'<p class="lead">{escape(sentence(decision))}</p><dl class="tiles">{cells}</dl>{notes}'
 
 
 def _setup(footprint: Footprint, sums: Sequence[tuple[str, int]]) -> str:

@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from lightning_memguard.core.decision.decision import Budget, Decision, HostUse
+from lightning_memguard.core.decision.decision import Budget, Decision, HostUse, prediction_of
 from lightning_memguard.core.decision.record import EpochRecord
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.core.replay.timeline import Timeline
-from lightning_memguard.report.words import COLORS, prediction_of
+from lightning_memguard.report.words import COLORS
 
 if TYPE_CHECKING:
     from lightning_memguard.core.layers.layers import Layer, LayerTable
@@ -144,7 +144,7 @@ def footprint_data(footprint: Footprint) -> dict[str, Any]:
         "high": dict(vars(footprint.high)) if footprint.high else None,
         "parts_bytes": dict(footprint.parts),
         **picked(footprint, "phase", "module", "operator", "method", "correction_bytes", "learned_from"),
-        "step_seconds": footprint.step_seconds and footprint.step_seconds._asdict(),
+        "step_seconds": footprint.step_seconds and footprint.step_seconds.as_dict(),
         "notes": list(footprint.notes),
     }
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from lightning_memguard.core.decision.decision import Budget, Decision
-from lightning_memguard.core.decision.record import EpochRecord
+from lightning_memguard.core.range import Range
 from lightning_memguard.core.replay.footprint import Footprint
-from lightning_memguard.core.replay.seconds import Seconds
 from lightning_memguard.core.trace.trace import OPTIONAL_PARTS, PARTS
 from lightning_memguard.units import GIB, KIB, MIB, TIB, format_bytes
 
@@ -34,14 +32,6 @@ COLORS = {
 assert set(COLORS) == {*PARTS, *OPTIONAL_PARTS}
 
 
-def part_words(part: str) -> str:
-    """The name of a part for a person: ``"optimizer state"``."""
-    return _PARTS.get(part, part.replace("_", " "))
-
-
-_PARTS = {"prefetched": "prefetched batches", "pinned": "pinned batches", "workers": "worker processes"}
-
-
 def at_size(footprint: Footprint) -> str:
     """The batch size that a footprint is for, or its batch, if the data's own sampler sets the sizes."""
     return f"for a batch of {footprint.batch}" if footprint.batch else f"at batch size {footprint.batch_size}"
@@ -60,22 +50,6 @@ def with_stage(name: str, stage: str) -> str:
     """
     stem, dot, kind = name.partition(".")
     return name if stage == "fit" else f"{stem}_{stage}{dot}{kind}"
-
-
-def counted(count: int, noun: str) -> str:
-    """A count and what it counts: ``"1 epoch"``, ``"3 epochs"``."""
-    return f"{count} {noun}{'' if count == 1 else 's'}"
-
-
-def batch_sizes(record: Decision | EpochRecord, batch_size: int) -> str:
-    """Write a batch size; of several loaders, all of theirs: ``"8 + 16"``.
-
-    Args:
-        record: the sizes of the loaders.
-        batch_size: the smallest of them, as chosen or as requested: they keep their ratio.
-    """
-    scaled = (str(size * batch_size // record.batch_size) for size in record.loader_batch_sizes)
-    return " + ".join(scaled) or str(batch_size)
 
 
 def byte_range(low_bytes: int, high_bytes: int) -> str:
@@ -100,7 +74,7 @@ def duration(seconds: float) -> str:
     return f"{number:,.0f} {name}" if number >= 100 else f"{number:.3g} {name}"
 
 
-def time_range(seconds: Seconds) -> str:
+def time_range(seconds: Range[float]) -> str:
     """Write a predicted time: ``"12.3 ms (9.8 ms to 15.4 ms)"``."""
     low, likely, high = map(duration, seconds)
     return f"{likely} ({low} to {high})"
@@ -135,13 +109,6 @@ def round_step(step: float) -> float:
     """The next of 1, 2, 2.5, 5 times a power of ten."""
     power = 10.0 ** math.floor(math.log10(max(step, 1e-9)))
     return next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= step * 0.999)
-
-
-def prediction_of(decision: Decision) -> tuple[Footprint, Budget]:
-    """The prediction and the budget behind a decision to be shown; of a run that is not tuned, nothing is shown."""
-    assert decision.footprint is not None
-    assert decision.budget is not None
-    return decision.footprint, decision.budget
 
 
 def bounds_of(footprint: Footprint) -> tuple[int, int] | None:

@@ -168,7 +168,7 @@ def test_a_plan_is_what_the_callback_would_decide(capsys, leaves_room: bool) -> 
     status = FITS if leaves_room else DOES_NOT_FIT
     arguments = ("plan", *NET, *DATA, "--device", "cpu", "--budget", budget, "--margin", "0")
     answer = answered(capsys, *arguments, status=status)
-    guard = MemGuard(budget=int(budget), margin=0.0, min_steps_per_epoch=None)
+    guard = MemGuard(batch_size="largest", budget=int(budget), margin=0.0, min_steps_per_epoch=None)
     trainer = pl.Trainer(
         accelerator="cpu",
         callbacks=[guard],

@@ -124,7 +124,7 @@ def outcome_of(path: str) -> tuple[str, str]:
 def fitted(path: str, before: Sequence[Hook] = (), after: Sequence[Hook] = ()) -> tuple[str, str]:
     from lightning_memguard import MemGuard
 
-    guard = MemGuard(budget="1GiB", max_batch_size=16, min_steps_per_epoch=None)
+    guard = MemGuard(batch_size="largest", budget="1GiB", max_batch_size=16, min_steps_per_epoch=None)
     said = fit(*before, guard, *after, compiled=path.startswith(COMPILED))
     decision = guard.decision
     texts = [*said, decision.reason, *(decision.footprint.notes if decision.footprint else ())]

@@ -8,10 +8,10 @@ import pytest
 
 from lightning_memguard.core.decision.decision import Budget, Decision
 from lightning_memguard.core.decision.record import EpochRecord, Measured
-from lightning_memguard.core.replay.footprint import Footprint, Peak
+from lightning_memguard.core.replay.footprint import Doubt, Footprint, Peak
 from lightning_memguard.core.replay.replay import Retries
 from lightning_memguard.core.trace.trace import PARTS
-from lightning_memguard.report.decision_table import evaluation_text, last_line, markdown, setup_text, warning_of, why
+from lightning_memguard.report.decision_table import evaluation_text, last_line, markdown, setup_text, warning_of
 from lightning_memguard.units import GIB, MIB
 
 PARTS_OF_20_GIB = dict.fromkeys(PARTS, 0) | {
@@ -34,6 +34,7 @@ ON_CPU = Footprint(
     8, "cpu", 4 * MIB, 4 * MIB, 4 * MIB, dict.fromkeys(PARTS, 0) | {"parameters": MIB, "batch": 3 * MIB}, "optimizer"
 )
 HOST = Budget(64 * GIB, 10 * MIB, 0, "given", "CPU")
+FITS = "fits: 22.0 of 23.0 GiB"
 CHECKED = Decision(8, 8, 1, "checked", ON_CPU, HOST, "request")
 
 
@@ -54,13 +55,13 @@ def test_on_a_gpu_the_table_goes_from_parts_to_device_to_budget():
 22.0 GiB  Peak of a training step, in the backward pass of encoder.layers.11: allocated 20.0 GiB, reserved 21.0 GiB, \
 context and libraries 1.0 GiB
 23.0 GiB  Usable of 24.0 GiB on NVIDIA L4 (cuda:0) (nvml), after a 4% margin
-MemGuard: batch size 96 (was 32): the largest that fits."""
+MemGuard: batch size 96 (was 32) fits: 22.0 of 23.0 GiB; no larger one does."""
     )
 
 
 def test_what_is_not_known_exactly_shows_what_is_compared_with_the_budget():
     high = Peak(20 * GIB, 21 * GIB, 22 * GIB + GIB // 2)
-    bounded = replace(TUNED, footprint=replace(ON_CUDA, high=high))
+    bounded = replace(TUNED, footprint=replace(ON_CUDA, doubts=(Doubt("process", (high,)),)))
     assert "22.0 GiB  Peak of a training step (at most 22.5 GiB), in the backward" in setup_text(bounded)
 
 
@@ -75,7 +76,7 @@ def test_on_the_cpu_there_is_no_allocator_to_report_on():
 --------------------------------------------------------
 4.0 MiB   Peak of a training step, in the optimizer
 10.0 MiB  Usable of 10.0 MiB on CPU (given), after a 0% margin
-MemGuard: batch size 8 fits."""
+MemGuard: batch size 8 fits: 4.0 of 10.0 MiB."""
     )
 
 
@@ -89,9 +90,7 @@ def test_in_few_lines_the_smallest_parts_share_one_and_one_note_is_read():
 
 
 def test_an_evaluation_takes_one_line():
-    assert evaluation_text(CHECKED, "test") == (
-        "MemGuard: test is expected to take 4.0 MiB of the 10.0 MiB usable on CPU. Batch size 8 fits."
-    )
+    assert evaluation_text(CHECKED, "test") == ("MemGuard: in test, batch size 8 fits: 4.0 of 10.0 MiB.")
 
 
 @pytest.mark.parametrize(
@@ -114,7 +113,7 @@ def test_under_the_table_it_says_how_the_numbers_were_obtained(method, words):
 def test_every_note_is_a_line_and_brackets_are_not_markup():
     notes = ("aten.index.Tensor was taken to give its largest result", "it saw x[bold]")
     assert setup_text(replace(CHECKED, footprint=replace(ON_CPU, notes=notes))).splitlines()[-3:] == [
-        "MemGuard: batch size 8 fits.",
+        "MemGuard: batch size 8 fits: 4.0 of 10.0 MiB.",
         "Note: aten.index.Tensor was taken to give its largest result.",
         "Note: it saw x[bold].",
     ]
@@ -126,70 +125,73 @@ def test_every_note_is_a_line_and_brackets_are_not_markup():
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({}, "Batch size 96 (was 32): the largest that fits."),
-        ({"requested_batch_size": 96, "outcome": "kept"}, "Batch size 96, as requested: the largest that fits."),
+        ({}, "batch size 96 (was 32) fits: 22.0 of 23.0 GiB; no larger one does."),
+        ({"requested_batch_size": 96, "outcome": "kept"}, "batch size 96 fits: 22.0 of 23.0 GiB; no larger one does."),
         (
             {"limited_by": "dataset"},
-            "Batch size 96 (was 32): limited by the size of the dataset, not by memory.",
+            "batch size 96 (was 32) fits: 22.0 of 23.0 GiB; limited by the size of the dataset, not by memory.",
         ),
         (
             {"limited_by": "max_batch_size"},
-            "Batch size 96 (was 32): limited by max_batch_size, not by memory.",
+            "batch size 96 (was 32) fits: 22.0 of 23.0 GiB; limited by max_batch_size, not by memory.",
         ),
-        ({"limited_by": "request"}, "Batch size 96 (was 32): keeps the effective batch size."),
+        ({"limited_by": "request"}, "batch size 96 (was 32) fits: 22.0 of 23.0 GiB; keeps the effective batch size."),
         (
             {"accumulate_grad_batches": 4},
-            "Batch size 96 (was 32): the largest that fits, with gradients accumulated over 4 batches.",
+            f"batch size 96 (was 32) {FITS}; no larger one does, with gradients accumulated over 4 batches.",
         ),
         (
             {"limited_by": "val_check_interval"},
             (
-                "Batch size 96 (was 32): limited by val_check_interval: with larger batches, an epoch has too few of "
-                "them for it."
+                f"batch size 96 (was 32) {FITS}; limited by val_check_interval: with larger batches, an epoch has too "
+                "few of them for it."
             ),
         ),
         (
             {"limited_by": "last_batch"},
-            "Batch size 96 (was 32): a larger one leaves a last batch of a single sample, which batch norm refuses.",
-        ),
-        ({"outcome": "checked"}, "Batch size 96 fits."),
-        (
-            {"outcome": "checked", "reason": 'mode="check" changes nothing'},
-            'Batch size 96 fits; unchanged because mode="check" changes nothing.',
-        ),
-        (
-            {"reason": "other callbacks have taken 2.0 GiB", "budget": L4},
-            "Batch size 96 does NOT fit: other callbacks have taken 2.0 GiB.",
-        ),
-        (
-            {"outcome": "kept", "reason": "the step could not run on a copy (OSError: no)", "footprint": STATES_ALONE},
             (
-                "Batch size 96 is unchanged, and whether it fits is unknown: the step could not run on a copy "
-                "(OSError: no). Without its activations it takes 8.0 GiB of the 23.0 GiB usable."
+                f"batch size 96 (was 32) {FITS}; a larger one leaves a last batch of a single sample, which batch norm "
+                "refuses."
+            ),
+        ),
+        ({"outcome": "checked"}, "batch size 96 fits: 22.0 of 23.0 GiB."),
+        (
+            {"outcome": "checked", "because": 'mode="check" changes nothing'},
+            'batch size 96 fits: 22.0 of 23.0 GiB; unchanged because mode="check" changes nothing.',
+        ),
+        (
+            {"because": "other callbacks have taken 2.0 GiB", "budget": L4},
+            "batch size 96 does NOT fit: other callbacks have taken 2.0 GiB.",
+        ),
+        (
+            {"outcome": "kept", "because": "the step could not run on a copy (OSError: no)", "footprint": STATES_ALONE},
+            (
+                "batch size 96 is unchanged, and whether it fits is unknown: the step could not run on a copy "
+                "(OSError: no). Without its activations it takes 8.0 of 23.0 GiB usable."
             ),
         ),
         (
             {"outcome": "checked", "footprint": STATES_ALONE, "budget": replace(L4, free_bytes=8 * GIB)},
-            "Batch size 96 does NOT fit, even without its activations.",
+            "batch size 96 does NOT fit, even without its activations.",
         ),
-        ({"outcome": "checked", "budget": L4}, "Batch size 96 does NOT fit."),
+        ({"outcome": "checked", "budget": L4}, "batch size 96 does NOT fit."),
         (
             {"outcome": "checked", "budget": L4, "retries": Retries(3, 1.5)},
-            "Batch size 96 does NOT fit with all that the allocator caches: it runs, but empties the cache each step.",
+            "batch size 96 does NOT fit with all that the allocator caches: it runs, but empties the cache each step.",
         ),
         (
-            {"outcome": "kept", "reason": "the loader has batch_size=None"},
-            "Batch size 96 fits; unchanged because the loader has batch_size=None.",
+            {"outcome": "kept", "because": "the loader has batch_size=None"},
+            "batch size 96 fits: 22.0 of 23.0 GiB; unchanged because the loader has batch_size=None.",
         ),
     ],
 )
 def test_one_sentence_says_the_size_and_what_set_it(change, sentence):
-    assert why(replace(TUNED, **change)) == sentence
+    assert replace(TUNED, **change).reason == sentence
 
 
 def test_a_reason_that_ends_in_a_full_stop_gets_no_second_one():
-    decision = replace(TUNED, outcome="kept", reason="the batch holds no tensor.")
-    assert why(decision) == "Batch size 96 fits; unchanged because the batch holds no tensor."
+    decision = replace(TUNED, outcome="kept", because="the batch holds no tensor.")
+    assert decision.reason == "batch size 96 fits: 22.0 of 23.0 GiB; unchanged because the batch holds no tensor."
 
 
 # What is not known
@@ -197,7 +199,7 @@ def test_a_reason_that_ends_in_a_full_stop_gets_no_second_one():
 
 def test_where_activations_are_unknown_every_figure_is_a_least_one():
     """States alone fit nearly anywhere: that they do says nothing about the step."""
-    decision = replace(TUNED, outcome="kept", requested_batch_size=96, reason="it raises", footprint=STATES_ALONE)
+    decision = replace(TUNED, outcome="kept", requested_batch_size=96, because="it raises", footprint=STATES_ALONE)
     assert (decision.verdict, decision.fits) == ("unknown", False)
     text = setup_text(decision)
     assert "fits;" not in text
@@ -208,7 +210,7 @@ def test_where_activations_are_unknown_every_figure_is_a_least_one():
 def test_a_note_that_is_the_reason_is_read_once():
     cause = "the step could not run on a copy (OSError: no)"
     footprint = replace(STATES_ALONE, notes=(cause, "torch.compile is left out"))
-    decision = replace(TUNED, outcome="kept", reason=cause, footprint=footprint)
+    decision = replace(TUNED, outcome="kept", because=cause, footprint=footprint)
     text = setup_text(decision)
     assert text.count("OSError") == 1
     assert "Note: torch.compile is left out." in text
@@ -216,7 +218,7 @@ def test_a_note_that_is_the_reason_is_read_once():
 
 
 def test_names_in_a_reason_stay_as_they_are_in_markdown():
-    decision = replace(TUNED, outcome="kept", reason="a_b of [1] is *odd*")
+    decision = replace(TUNED, outcome="kept", because="a_b of [1] is *odd*")
     assert r"a\_b of \[1] is \*odd\*" in markdown(decision)
 
 
@@ -227,12 +229,15 @@ def test_names_in_a_reason_stay_as_they_are_in_markdown():
     ("change", "start"),
     [
         ({}, ""),
-        ({"outcome": "checked", "reason": 'mode="check" changes nothing'}, ""),
-        ({"outcome": "checked", "reason": "it raises", "footprint": STATES_ALONE}, ""),
-        ({"outcome": "kept", "reason": "the loader has no size"}, "Batch size 96 fits; unchanged because the loader"),
-        ({"outcome": "kept", "reason": "it raises", "footprint": STATES_ALONE}, "Batch size 96 is unchanged, and"),
-        ({"outcome": "checked", "budget": L4}, "Batch size 96 does NOT fit. It is predicted to need 22.0 GiB; NVIDIA"),
-        ({"footprint": None, "reason": "no loader"}, "MemGuard did not tune this run: no loader"),
+        ({"outcome": "checked", "because": 'mode="check" changes nothing'}, ""),
+        ({"outcome": "checked", "because": "it raises", "footprint": STATES_ALONE}, ""),
+        (
+            {"outcome": "kept", "because": "the loader has no size"},
+            "batch size 96 fits: 22.0 of 23.0 GiB; unchanged because the loader",
+        ),
+        ({"outcome": "kept", "because": "it raises", "footprint": STATES_ALONE}, "batch size 96 is unchanged, and"),
+        ({"outcome": "checked", "budget": L4}, "batch size 96 does NOT fit. It is predicted to need 22.0 GiB; NVIDIA"),
+        ({"footprint": None, "because": "no loader"}, "MemGuard did not tune this run: no loader"),
     ],
 )
 def test_it_warns_where_something_is_to_be_done_about_it(change, start):
@@ -244,7 +249,7 @@ def test_it_warns_where_something_is_to_be_done_about_it(change, start):
 def test_what_is_said_in_a_warning_can_be_left_out_of_the_table():
     text = setup_text(TUNED, explain=False)
     assert "after a 4% margin" in text
-    assert "Batch size 96 (was 32)" not in text
+    assert "batch size 96 (was 32)" not in text
 
 
 # The last line

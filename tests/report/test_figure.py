@@ -8,7 +8,7 @@ import pytest
 
 from lightning_memguard.core.decision.decision import Budget, Decision
 from lightning_memguard.core.decision.record import EpochRecord, Measured
-from lightning_memguard.core.replay.footprint import Footprint, Peak
+from lightning_memguard.core.replay.footprint import Doubt, Footprint, Peak
 from lightning_memguard.core.trace.trace import PARTS
 from lightning_memguard.report.figure import Group, Picture, draw, groups_of, picture_of_epoch, picture_of_setup
 from lightning_memguard.report.words import COLORS
@@ -93,7 +93,7 @@ def test_where_nothing_could_be_measured_the_picture_says_so():
 
 
 def test_the_lines_on_top_say_what_the_bars_add_up_to():
-    footprint = replace(FOOTPRINT, low=Peak(1, 1, 90 * MIB), high=Peak(1, 110 * MIB, 120 * MIB))
+    footprint = replace(FOOTPRINT, doubts=(Doubt("process", (Peak(1, 1, 90 * MIB), Peak(1, 110 * MIB, 120 * MIB))),))
     picture = picture_of_epoch(replace(RECORD, predicted=footprint))
     assert picture.title == "Epoch 3, batch size 8"
     assert picture.figures == "predicted 100.0 MiB (90.0 to 120.0 MiB), measured 110.0 MiB (-9.1%)"

@@ -17,7 +17,7 @@ from tensorboard.plugins.custom_scalar import layout_pb2
 
 from lightning_memguard.core.decision.decision import Budget, Decision
 from lightning_memguard.core.decision.record import EpochRecord, Measured
-from lightning_memguard.core.replay.footprint import Footprint, Peak
+from lightning_memguard.core.replay.footprint import Doubt, Footprint, Peak
 from lightning_memguard.report import loggers as file
 from lightning_memguard.report.decision_table import markdown
 from lightning_memguard.report.loggers import Boards, layout
@@ -127,7 +127,7 @@ ROWS = [
     ["Budget on CPU (given)", "120.0 MiB", ""],
     ["Usable after 8% margin", "110.0 MiB", ""],
     ["Peak", "Peak in the backward pass; traced on fake tensors, no memory allocated.", ""],
-    ["Batch size", "Batch size 8 (was 4): the largest that fits.", ""],
+    ["Batch size", "Batch size 8 (was 4) fits: 100.0 of 110.0 MiB; no larger one does.", ""],
 ]
 TEXT = markdown(DECISION)
 
@@ -271,7 +271,7 @@ def test_thousands_of_epochs_leave_few_pictures_and_what_changes_leaves_one(tmp_
 
 
 def test_the_layout_draws_names_that_are_logged():
-    bounded = replace(FOOTPRINT, low=Peak(1, 1, 90 * MIB), high=Peak(1, 1, 110 * MIB))
+    bounded = replace(FOOTPRINT, doubts=(Doubt("process", (Peak(1, 1, 90 * MIB), Peak(1, 1, 110 * MIB))),))
     logged = replace(RECORD, predicted=bounded).as_metrics()
     charts = layout(replace(DECISION, footprint=bounded))["memguard"]
     names = [name for _, tags in charts.values() for name in tags if not name.endswith("/.*")]

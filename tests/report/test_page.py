@@ -19,10 +19,10 @@ from torch import nn
 from lightning_memguard.core.batch.batches import batches_from_one
 from lightning_memguard.core.capture.predict import Prediction, predict
 from lightning_memguard.core.capture.program import LoopProgram
-from lightning_memguard.core.decision.decision import Budget, Decision, Request, decide
+from lightning_memguard.core.decision.decision import Budget, Decision, Request, decide, part_words
 from lightning_memguard.core.decision.record import EpochRecord, Measured
 from lightning_memguard.core.layers.layers import Layer, LayerTable, Weight
-from lightning_memguard.core.replay.footprint import Footprint, Peak
+from lightning_memguard.core.replay.footprint import Doubt, Footprint, Peak
 from lightning_memguard.core.replay.replay import replay
 from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.core.replay.timeline import Timeline, timeline_of
@@ -30,7 +30,6 @@ from lightning_memguard.core.trace.trace import OPTIONAL_PARTS, PARTS, Event, Tr
 from lightning_memguard.errors import MemGuardError
 from lightning_memguard.report.page import Page, write_report
 from lightning_memguard.report.page_data import CurvePoint, Report, curve_of
-from lightning_memguard.report.words import part_words
 from lightning_memguard.units import GIB, KIB, MIB
 
 CUDA = AllocatorSettings()
@@ -59,8 +58,7 @@ FOOTPRINT = Footprint(
     "head",
     "aten.addmm.default",
     notes=("the head is <large>",),
-    low=Peak(43 * MIB, 62 * MIB, 400 * MIB),
-    high=Peak(43 * MIB, 62 * MIB, 500 * MIB),
+    doubts=(Doubt("process", (Peak(43 * MIB, 62 * MIB, 400 * MIB), Peak(43 * MIB, 62 * MIB, 500 * MIB))),),
 )
 BUDGET = Budget(GIB, GIB, 51 * MIB, "nvml", "NVIDIA L4")
 DECISION = Decision(8, 4, 1, "tuned", FOOTPRINT, BUDGET, "memory")
@@ -203,7 +201,7 @@ def test_it_shows_all_its_sections(tmp_path):
     read, _ = written(FULL, tmp_path)
     assert len(read.all("section")) == 5
     for words in (
-        "Batch size 8 (was 4): the largest that fits.",
+        "Batch size 8 (was 4) fits: 500.0 of 973.0 MiB; no larger one does.",
         "In the forward pass of head (aten.addmm.default).",
         "budget 1.0 GiB, usable 973.0 MiB",
         "peak 43.0 MiB",
@@ -249,7 +247,7 @@ def test_what_a_user_wrote_is_text_and_nothing_else(tmp_path):
     bad = "</script><script>alert(1)</script>&"
     events = tuple(event._replace(module=bad, operator=bad, phase="for<b>ward") for event in STEP.events)
     footprint = replace(FOOTPRINT, module=bad, operator=bad, notes=(bad,), phase=bad)
-    decision = replace(DECISION, footprint=footprint, budget=replace(BUDGET, device=bad, source=bad), reason=bad)
+    decision = replace(DECISION, footprint=footprint, budget=replace(BUDGET, device=bad, source=bad), because=bad)
     layers = LayerTable(8, (Layer(bad, bad, (1,), shared_with=bad),))
     records = [replace(RECORDS[0], measured=Measured(MIB, bad))]
     report = Report(bad, decision, timeline_of(replace(STEP, events=events), CUDA), CURVE, records, layers)
@@ -260,7 +258,7 @@ def test_what_a_user_wrote_is_text_and_nothing_else(tmp_path):
 
 def test_a_step_that_is_known_in_part_is_not_called_fitting(tmp_path):
     footprint = replace(FOOTPRINT, method="states", notes=())
-    decision = replace(DECISION, batch_size=4, outcome="kept", reason="it raises", footprint=footprint)
+    decision = replace(DECISION, batch_size=4, outcome="kept", because="it raises", footprint=footprint)
     record = replace(RECORDS[0], predicted=footprint)
     read, data = written(Report("Net", decision, records=[record]), tmp_path)
     for words in ("whether it fits is unknown: it raises.", "at least: its activations are unknown", "What is known"):

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memguard import MemGuard
 from lightning_memguard.core.decision.decision import Decision
+from lightning_memguard.core.range import NOTHING
 from lightning_memguard.training.data import samples
 from lightning_memguard.training.run import guarded_run
 from lightning_memguard.training.run.tune import Tuning, tune
@@ -49,7 +50,14 @@ def _nothing_to_look_at(request: pytest.FixtureRequest, monkeypatch: pytest.Monk
 
 # Tests about children, or that tell copies in children from the original: folders, files, and tests of other files.
 IN_CHILDREN = {
-    *("test_nothing_touched.py", "test_kept_budget.py", "test_host.py", "test_tune.py", "test_workers.py"),
+    *(
+        "test_nothing_moves.py",
+        "test_nothing_touched.py",
+        "test_kept_budget.py",
+        "test_host.py",
+        "test_tune.py",
+        "test_workers.py",
+    ),
     *("test_layouts_of_ranks.py", "test_samples.py"),
     "test_a_plain_loader_is_trained_at_the_chosen_size",
     "test_nothing_is_said_meanwhile",
@@ -77,7 +85,7 @@ def _time_to_draw_samples(monkeypatch: pytest.MonkeyPatch) -> None:
 def _no_bytes_besides_tensors(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Small modules under budgets of a few MiB: what a process takes besides would be most of these."""
     if request.path.name != "test_kept_budget.py":
-        monkeypatch.setattr("lightning_memguard.training.run.profile.process_bytes", lambda *_: 0)
+        monkeypatch.setattr("lightning_memguard.training.run.profile.process_bytes", lambda *_: NOTHING)
 
 
 @pytest.fixture(autouse=True)
@@ -147,12 +155,12 @@ def trainer() -> Callable[..., pl.Trainer]:
 
 @pytest.fixture
 def tuned() -> Callable[..., Tuning]:
-    """Everything that happens at setup, without the fit."""
+    """Everything that happens at setup of a run that may grow, without the fit."""
 
     def run(trainer: pl.Trainer, module: pl.LightningModule, dataset: TensorDataset, **settings: Any) -> Tuning:
         trainer.strategy.connect(module)
         trainer._data_connector.attach_data(module, DataLoader(dataset, batch_size=10))
-        return tune(trainer, module, MemGuard(**settings)._settings)
+        return tune(trainer, module, MemGuard(**{"batch_size": "largest", **settings})._settings)
 
     return run
 

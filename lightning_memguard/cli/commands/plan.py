@@ -163,7 +163,7 @@ def _report(options: argparse.Namespace, subject: Subject, plan: Plan, say: Say)
     with suppress(CannotTraceError):
         shown = replace(subject, batch_size=decision.batch_size)
         layers = layers_on(shown, options.device[0] if options.device else plan.budget.device)
-    timeline = timeline_of(prediction.own_trace_at(decision.batch_size), prediction.settings)
+    timeline = timeline_of(prediction.own_trace_at(decision.batch_size), prediction.curve.settings)
     curve = curve_of(prediction.footprint_at, decision)
     return write_report(options.report, Report(type(subject.model).__name__, decision, timeline, curve, layers=layers))
 

@@ -78,7 +78,7 @@ def _capacity(text: str) -> int:
     except MemGuardError:
         from lightning_memguard.core.device.context import CONTEXT_BYTES  # here: it imports torch
 
-        return find(text).memory_bytes - CONTEXT_BYTES[1]
+        return find(text).memory_bytes - CONTEXT_BYTES.likely
 
 
 def _data(

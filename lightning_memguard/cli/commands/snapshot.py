@@ -40,10 +40,10 @@ def run(options: argparse.Namespace) -> bool:
         predict_it = partial(predict_on, device=device)
         subject, (prediction, _) = with_memory_if_needed(options, subject, say, predict_it)
         trace = prediction.own_trace_at(subject.batch_size)
-        path = save_snapshot(trace, prediction.settings, target)
+        path = save_snapshot(trace, prediction.curve.settings, target)
     if options.json:
         tables.print_json(
-            {"path": str(path), "events": len(trace), "batch_size": subject.batch_size, "notes": prediction.notes}
+            {"path": str(path), "events": len(trace), "batch_size": subject.batch_size, "notes": prediction.curve.notes}
         )
         return True
     console = tables.terminal()
@@ -54,5 +54,5 @@ def run(options: argparse.Namespace) -> bool:
         f"  python -m torch.cuda._memory_viz trace_plot {quote(str(path))} -o {quote(str(path.with_suffix('.html')))}",
         soft_wrap=True,
     )
-    tables.print_notes(prediction.notes, console)
+    tables.print_notes(prediction.curve.notes, console)
     return True

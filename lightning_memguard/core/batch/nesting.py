@@ -53,16 +53,17 @@ def batch_bytes(tree: object) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in dense)
 
 
-def growth_sizes(shapes: Shapes, nbytes: int) -> list[float]:
+def growth_sizes(shapes: Shapes, nbytes: int, *, alone: bool = True) -> list[float]:
     """Return the numbers that a step's memory may grow with: the bytes of a batch, and products of its dimensions.
 
     Samplers often make batches of equal bytes, many short samples or a few long ones. Attention takes the elements
-    times a length, a contrastive loss their number squared: the worst batch is the largest in one of these.
+    times a length, a contrastive loss their number squared: the worst batch is the largest in one of these. ``alone``:
+    a dimension by itself counts too.
     """
     sizes: list[float] = [nbytes]
     for shape in shapes:
         elements = math.prod(shape)
-        sizes += [*shape, elements, *[elements * length for length in shape]]
+        sizes += [*(shape if alone else ()), elements, *[elements * length for length in shape]]
     return sizes
 
 

@@ -31,13 +31,14 @@ from lightning_memguard.core.isolation.pool import Children, in_child, tell
 from lightning_memguard.core.kernels import onednn
 from lightning_memguard.core.simulation.fake import ValueNeededError, isolated_rng, run_on_one_thread, seed_all
 from lightning_memguard.core.simulation.fake_cuda import leave_driver_alone
-from lightning_memguard.core.trace.trace import Answers, Method, Shares, Trace
+from lightning_memguard.core.trace.trace import Answers, Method, Note, Shares, Trace
 from lightning_memguard.errors import CannotTraceError, MemGuardError
 
 T = TypeVar("T")
 Request = TypeVar("Request", bound=Hashable)
 
 _VALUE_NEEDED = (ValueNeededError, DataDependentOutputException, DynamicOutputShapeException)
+_OUT_OF_MEMORY = ("can't allocate memory", "MemoryError", "not enough memory")  # as Python and torch say
 _MOST_SECONDS_TO_GO_ON = 20.0  # a slower step is not captured again with its counters moved
 # What CUDA and autograd say in a child whose parent used them.
 _NOT_AFTER_A_FORK = ("in forked subprocess", "fork-based multiprocessing", "initialization error")
@@ -67,13 +68,16 @@ _Task = tuple[int, int, Method, Variant]  # the program's place, the batch size,
 class CaptureFailedError(CannotTraceError):
     """The step raised, or ended the process it ran in.
 
-    ``value_needed`` tells that it needed a value that fake tensors lack; ``reason`` leaves out where that was.
+    ``value_needed`` tells that it needed a value that fake tensors lack, ``out_of_memory`` that this machine had too
+    little; ``reason`` leaves out where that was.
     """
 
     def __init__(self, text: str, reason: str = "", *, value_needed: bool = False) -> None:
         super().__init__(text)
         self.reason = reason or text
         self.value_needed = value_needed
+        # neither Python nor torch has a type for it that is never another's
+        self.out_of_memory = any(words in text for words in _OUT_OF_MEMORY)
 
 
 class OutOfTimeError(CaptureFailedError):
@@ -140,7 +144,7 @@ class UserCode(Children[Request, T]):
         if answer.lost and monotonic() > self._deadline:
             raise OutOfTimeError("time was up (max_setup_seconds)")
         lost, here, result = answer.lost, answer.here or here_too, cast("T | CaptureFailedError", answer.value)
-        if isinstance(result, CaptureFailedError) and any(text in str(result) for text in _NOT_AFTER_A_FORK):
+        if isinstance(result, CaptureFailedError) and failed_for_fork(result):
             lost, here = str(result), True
         if lost and here:
             with quiet():
@@ -159,10 +163,16 @@ class UserCode(Children[Request, T]):
 
 
 def trusted_child(
-    work: Callable[[Request], T], while_waiting: Callable[[], object] = lambda: None
+    work: Callable[[Request], T], while_waiting: Callable[[], object] = lambda: None, *, reaches_out: bool = False
 ) -> Children[Request, T]:
     """A child for work of ours, which may take long and may have children of its own."""
-    return Children(work, most=1, begin=run_on_one_thread, trusted=True, while_waiting=while_waiting)
+    how: dict[str, Any] = {"begin": run_on_one_thread, "reaches_out": reaches_out, "while_waiting": while_waiting}
+    return Children(work, most=1, trusted=True, **how)
+
+
+def failed_for_fork(error: BaseException) -> bool:
+    """Whether CUDA or autograd refuses what was asked of it because its process was forked."""
+    return any(text in str(error) for text in _NOT_AFTER_A_FORK)
 
 
 def isolated(work: Callable[[], T]) -> T:
@@ -321,7 +331,8 @@ def capture_here(
         longer, counters = _recorded(program, batch_size, method, variant, due)
     except Exception as error:  # noqa: BLE001 - the user's code may raise anything at steps that are not yet its turn
         why = "it needs values" if _needs_value(error) else str(error)[:200] or type(error).__name__
-        return _with_note(trace, f"what else a step may do at {due.place} was not captured: {why}")
+        note = f"what else a step may do at {due.place} was not captured: {why}"
+        return _with_note(trace, Note("values later", note) if _needs_value(error) else note)
     if not counters.differ(longer):
         return trace
     longer = replace(longer, seconds=trace.seconds, recurs=True)
@@ -359,11 +370,6 @@ def _recorded(
         note = f"the step ran on the {where.type.upper()}, whose kernels may keep other tensors than the GPU's"
         trace = _with_note(replace(trace, device=program.device.type), note)
     return trace, recorder.counters
-
-
-def needs_values_later(trace: Trace) -> bool:
-    """Whether a step that comes later could not be captured without values."""
-    return any(note.endswith("was not captured: it needs values") for note in trace.notes)
 
 
 @contextlib.contextmanager

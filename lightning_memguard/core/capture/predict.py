@@ -1,4 +1,4 @@
-"""The stages joined: a program that can run one step -> its footprint at any batch size.
+"""The stages joined: a program that can run one step -> the curve of its memory by batch size.
 
 The ways to capture a step are here, best first; every trace says how it was captured.
 """
@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 
@@ -25,26 +25,22 @@ from lightning_memguard.core.capture.capture import (
     Variant,
     capture,
     captures_of,
-    needs_values_later,
     trusted_child,
 )
+from lightning_memguard.core.capture.curve import Curve, Gap, Proof, Terms
 from lightning_memguard.core.capture.program import Program, device_to_run_on
 from lightning_memguard.core.device.host import available_memory
 from lightning_memguard.core.device.speed import cpu_speed, speed_of
 from lightning_memguard.core.gpus import Gpu
 from lightning_memguard.core.isolation.pool import processors
-from lightning_memguard.core.replay.footprint import Footprint, Peak, footprint
-from lightning_memguard.core.replay.learned import Learned
-from lightning_memguard.core.replay.seconds import Speed, Timing
+from lightning_memguard.core.range import NOTHING, Range
+from lightning_memguard.core.replay.footprint import Footprint, footprint
+from lightning_memguard.core.replay.seconds import Speed
 from lightning_memguard.core.replay.settings import AllocatorSettings
-from lightning_memguard.core.simulation.compiled import NOTE
-from lightning_memguard.core.simulation.value_sizes import ASSUMED, LEAST
+from lightning_memguard.core.simulation.value_sizes import LEAST
 from lightning_memguard.core.trace.growth import Growth, extrapolate, grow
-from lightning_memguard.core.trace.packed import PackedGrowth, PackedTraces
-from lightning_memguard.core.trace.trace import SIGNED_SIZE, Answers, Method, Shapes, Trace, signature_of
-from lightning_memguard.core.trace.work import Work
+from lightning_memguard.core.trace.trace import Method, Shapes, Trace
 from lightning_memguard.errors import CannotTraceError
-from lightning_memguard.units import format_bytes
 
 # Powers of two, so that a step that divides its batch runs; above 2, so that batch norm and pairs do; small, since the
 # real run allocates them. The fourth is run only to check a square.
@@ -52,6 +48,8 @@ FAKE_SIZES = (4, 8, 16, 32)
 REAL_SIZES = (2, 4, 8)
 VARIANTS = tuple(map(Variant, range(4)))  # at each size
 _UNEVEN_DRAWS = range(1, 9)  # if the samples differ in size
+_SEEDS = tuple(map(Variant, range(1, 9)))  # if the step draws random numbers
+_TELLING = 3  # of them tell whether sizes depend on them
 SHARED_VARIANTS = tuple(map(Variant, range(8)))  # at one small size
 _WAYS: tuple[Method, ...] = ("fake", "worst-case", "real")
 _CHECKED = 3  # sizes that check how a step grows
@@ -59,8 +57,6 @@ _CLEARLY = 1.01  # times as much as real batches take: such a worst case is not 
 _MOST_SECONDS = 20.0  # for a real run, as far as that is known beforehand
 _TOO_SLOW_SECONDS = 60.0  # the smallest real run; after a slower one, no other is made
 _MOST_PROBED_BYTES = 4 << 30  # of the worst case, for a real run of unknown length
-_STATIC = ("parameters", "buffers", "optimizer_state")
-_OUT_OF_MEMORY = ("can't allocate memory", "MemoryError", "not enough memory")
 
 
 class StepFailsError(CannotTraceError):
@@ -68,299 +64,189 @@ class StepFailsError(CannotTraceError):
 
 
 @dataclass(frozen=True)
-class Prediction:
-    """Memory of a program: its footprint at any size, or at the sizes that can be captured.
+class Surveyor:
+    """Runs the step of a program, in children and until a deadline; what it returns are curves.
 
-    Attributes:
-        program: what runs.
-        settings: the allocator's rules.
-        method: how the step was captured.
-        growth: how the events grow; None if the step runs differently at different sizes, so that each is captured.
-        context_bytes: bytes of the process on its device outside the allocator.
-        scalable: False if only the sizes in ``traces`` are known.
-        notes: assumptions, in plain words.
-        traces: the traces captured to predict from, by batch size.
-        held: bytes on the device throughout in addition to the step, by part: during validation, those of the training.
-        seen: the batches that the step was captured with, by batch size: shapes and bytes.
-        compiles: whether the step calls code for torch.compile; ``growth`` and ``traces`` have it uncompiled.
-        answers: what the step read as it ran as written, if it compiles something.
-        compiled: traces of the compiled step, by batch size; `proven_at` adds to them. Between them footprints are
-            estimates.
-        variants: the captures at each size, if memory depends on values; the largest is in ``traces``.
-        others: by batch size, the traces of all variants but the largest.
-        ceiling: the largest possible memory, if that is known too.
-        floor: the least possible memory, if ``growth`` is the largest.
-        unfrozen: the step that trains all parameters, if frozen ones may be trained later.
-        kinds: if the data sets the batch sizes, shapes and bytes of each kind of batch that was captured.
-        kind: the place in ``kinds`` of the one that takes the most, which is predicted.
-        stopped: why too few captures were made to check how the step grows, or what other values change.
-        guessed: sizes that were asked for after the deadline.
-        learned: what earlier runs of the step have measured.
+    Children and deadline are those of the `Captures` that are open for the program.
     """
 
     program: Program
-    settings: AllocatorSettings
-    method: Method
-    growth: Growth | PackedGrowth | None
-    context_bytes: int | tuple[int, int, int] = 0
-    scalable: bool = True
-    notes: tuple[str, ...] = ()
-    traces: Mapping[int, Trace] = field(default_factory=dict)
-    held: tuple[tuple[str, int], ...] = ()
-    seen: dict[int, tuple[Shapes, int] | None] = field(default_factory=dict, compare=False)
-    compiles: bool = False
-    answers: Answers = ()
-    compiled: Mapping[int, Trace] = field(default_factory=dict)
-    variants: tuple[Variant, ...] = ()
-    others: Mapping[int, tuple[Trace, ...]] = field(default_factory=dict)
-    ceiling: Growth | PackedGrowth | None = None
-    floor: Growth | PackedGrowth | None = None
-    unfrozen: Prediction | None = None
-    kinds: tuple[tuple[Shapes, int], ...] = ()
-    kind: int = 0
-    stopped: str = ""
-    guessed: set[int] = field(default_factory=set, compare=False)
-    learned: Learned | None = None
-    # What it was asked for so far; a copy starts with its own.
-    _known_traces: dict[int, tuple[Trace, ...]] = field(init=False, repr=False, compare=False, default_factory=dict)
-    _known_footprints: dict[int, Footprint] = field(init=False, repr=False, compare=False, default_factory=dict)
-    _failed: dict[int, CaptureFailedError] = field(init=False, repr=False, compare=False, default_factory=dict)
 
-    def packed(self) -> Prediction:
-        """Return the prediction in little memory, slower to ask, without captures that the growth reproduces."""
-        all_growth = self.growth, self.ceiling, self.floor
-        growth, ceiling, floor = (PackedGrowth.of(g) if isinstance(g, Growth) else g for g in all_growth)
-        traces, others = ({}, {}) if growth else (dict(self.traces), dict(self.others))
-        for size, known in {} if growth else self._known_traces.items():
-            traces[size], others[size] = known[0], known[1:]
-        packed = replace(self, growth=growth, ceiling=ceiling, floor=floor, compiled=PackedTraces(self.compiled))
-        unfrozen = self.unfrozen.packed() if self.unfrozen else None
-        return replace(packed, traces=PackedTraces(traces), others=PackedTraces(others), unfrozen=unfrozen)
+    def survey(self, batch_size: int, terms: Terms, *, scalable: bool = True) -> Curve:
+        """Capture a step in the best way that works: fake, worst case, real, states alone.
 
-    def unpacked(self) -> Prediction:
-        """Return the prediction with its growth unpacked, to be asked at many sizes."""
-        return replace(self, growth=self.growth.unpacked()) if isinstance(self.growth, PackedGrowth) else self
+        If real batches take clearly less than the worst case, the prediction uses the share of it that they take.
 
-    def uncompiled(self) -> Prediction:
-        """Return the prediction as if torch.compile did nothing."""
-        return replace(self, compiles=False, compiled={})
+        Args:
+            batch_size: the size asked for; it is the one captured if small sizes fail.
+            terms: what turns a trace into a footprint; speed and accumulation are those of the program.
+            scalable: False to capture ``batch_size`` alone.
 
-    def trace_at(self, batch_size: int) -> Trace:
-        """The step's events at one batch size; if memory depends on values, those of the largest variant."""
-        return self._traces_at(batch_size)[0]
+        Raises:
+            CannotTraceError: not even the states could be made.
+        """
+        program = self.program
+        with captures_of(program) as captures:
+            captures.stopped = ""
+            known = Curve(terms_of(program, terms), "states", scalable=scalable)
+            found = _predicted(captures, program, known, batch_size)
+            if captures.stopped and not found.stopped:
+                unchecked = found.growth is not None and len(found.growth.sizes) < _CHECKED
+                note = f"{captures.stopped}: captures that would have checked the prediction were left out"
+                stopped = captures.stopped if unchecked or found.is_of_one_draw else ""
+                found = replace(found, notes=(*found.notes, note), stopped=stopped)
+            found = self._with_unfrozen(found, known, batch_size)
+            traces = found.surveyed
+            if not any(trace.has_note("uncompiled") for trace in traces.values()):
+                return found
+            if program.device.type != "cpu":
+                return replace(found, notes=(*found.notes, "torch.compile is followed on the CPU only"))
+            near = min(traces, key=lambda size: abs(size - batch_size))
+            if found.method != "states" and not found.variants:
+                found = replace(found, reads=traces[near].answers)
+            return found if scalable else self.prove(found, batch_size)
 
-    def _traces_at(self, batch_size: int) -> tuple[Trace, ...]:
-        """Return the trace of each variant, the largest first."""
-        if batch_size in self.compiled:
-            return (self.compiled[batch_size],)
-        if self.method == "states":
-            return (replace(next(iter(self.traces.values())), batch_size=batch_size),)
-        if batch_size in self.traces and (batch_size in self.others or not self.variants):
-            return (self.traces[batch_size], *self.others.get(batch_size, ()))
-        if self.growth is not None:
-            return (self.growth.at(batch_size),)
-        if batch_size not in self._known_traces:
-            self._known_traces[batch_size] = self._capture_or_extrapolate(batch_size)
-        return self._known_traces[batch_size]
-
-    def _capture_or_extrapolate(self, batch_size: int) -> tuple[Trace, ...]:
-        if self.method != "real":
-            try:
-                return self._captured_at(batch_size)
-            except OutOfTimeError as error:
-                if not self.traces and not self._known_traces:
-                    raise
-                self.guessed.add(batch_size)
-                return self._extrapolated_at(batch_size, str(error))
-        if not self._can_run(batch_size):
-            return self._extrapolated_at(batch_size, "there, the step was not run: it would take too long, or too much")
-        try:
-            return self._captured_at(batch_size)
-        except CaptureFailedError as error:
-            if not any(text in str(error) for text in _OUT_OF_MEMORY):
-                self._failed[batch_size] = error
-            return self._extrapolated_at(batch_size, f"there, {_reason(self.method, error)}")
-
-    def _captured_at(self, batch_size: int) -> tuple[Trace, ...]:
-        with captures_of(self.program) as captures:
-            found = _traces_of(captures, self.program, batch_size, self.method, self.variants or (FIRST,))
-        batches = [trace.batch for trace in found if trace.batch]
-        self.seen[batch_size] = max(batches, key=lambda batch: batch[1], default=None)
+    def _with_unfrozen(self, found: Curve, known: Curve, batch_size: int) -> Curve:
+        unfrozen = self.program.unfrozen()
+        if unfrozen is None:
+            return found
+        with captures_of(unfrozen) as others, contextlib.suppress(CannotTraceError):
+            found = replace(found, unfrozen=_predicted(others, unfrozen, known, batch_size))
+        if found.unfrozen is None or found.unfrozen.method == "states":
+            return replace(found, notes=(*found.notes, _NOT_UNFROZEN))
         return found
 
-    def _can_run(self, batch_size: int) -> bool:
-        known = [*self.traces.values(), *(traces[0] for traces in self._known_traces.values())]
-        return _may_run(known, batch_size)
+    def extend(self, curve: Curve, batch_size: int) -> Curve:
+        """Return the curve with what it needs to be asked at a size: captures there, or why there are none.
 
-    def _extrapolated_at(self, batch_size: int, why: str) -> tuple[Trace, ...]:
-        """Extrapolate the traces from the sizes that ran: from the next larger one if there is one."""
-        known = {*self.traces, *(size for size, traces in self._known_traces.items() if traces[0].seconds)}
-        near = min((size for size in known if size >= batch_size), default=max(known))
-        small = max((size for size in known if size < near), default=near)
-        note = f"the memory at batch size {batch_size} is extrapolated from batch size {near}: {why}"
-        return tuple(
-            replace(trace, notes=(*trace.notes, note))
-            for trace in (
-                extrapolate(pair, batch_size)
-                for pair in zip(self._all_variants_at(small), self._all_variants_at(near), strict=True)
-            )
-        )
-
-    def _all_variants_at(self, batch_size: int) -> tuple[Trace, ...]:
-        """Return the traces of all variants at a size that ran; captures those that ``traces`` and ``others`` lack."""
-        if batch_size in self._known_traces:
-            return self._known_traces[batch_size]
-        known = (self.traces[batch_size], *self.others.get(batch_size, ()))
-        if len(known) == len(self.variants or (FIRST,)):
-            return known
-        try:
-            self._known_traces[batch_size] = self._captured_at(batch_size)
-        except CaptureFailedError:
-            self._known_traces[batch_size] = known * len(self.variants)
-        return self._known_traces[batch_size]
-
-    def expected_batch(self, batch_size: int) -> tuple[Shapes, int]:
-        """Shapes and bytes of the batch that the step was given, else of what its loaders give."""
-        return self.seen.get(batch_size) or self.program.expected_batch(batch_size)
-
-    def own_trace_at(self, batch_size: int) -> Trace:
-        """Return the trace of the step with the bytes in `held`."""
-        return self.trace_at(batch_size).holding(self.held)
-
-    def footprint_at(self, batch_size: int) -> Footprint:
-        """The memory of the step at one batch size."""
-        known = self._known_footprints
-        if batch_size not in known and self.compiled and batch_size not in self.compiled:
-            known[batch_size] = self._estimate_at(batch_size)
-        if batch_size not in known:
-            found = [self.footprint_of(trace) for trace in self._traces_at(batch_size)]
-            most = max(found, key=lambda each: each.most_device_bytes)
-            if any(variant.epoch for variant in self.variants) and len(found) > 1:
-                most = sorted(found, key=lambda each: each.most_device_bytes)[len(found) // 2]
-                most = most.widened(*(end for each in found for end in (each.lowest, each.highest)))
-            elif len(found) > 1:
-                most = _with_range(
-                    most, found, self.footprint_of(self.ceiling.at(batch_size)) if self.ceiling else None
-                )
-            least = self.footprint_of(self.floor.at(batch_size)).lowest if self.floor else most.lowest
-            most = most.widened(least) if least.allocated_bytes < most.lowest.allocated_bytes else most
-            if batch_size in self.guessed or (self.stopped and batch_size not in self._captured_sizes):
-                most = self._with_doubt(most)
-            if self.stopped and self._is_of_one_draw:
-                most = self._with_unknown_values(most)
-            if self.unfrozen:
-                most = _with_later(most, self.footprint_of(self.unfrozen.trace_at(batch_size)))
-            batch = " x ".join(map(str, next(iter(self.expected_batch(batch_size)[0]), ()))) if self.kinds else ""
-            if self.compiles:
-                work = self.growth.at(batch_size).work if self.growth else ()
-                most = replace(most, timing=self._timing(work) if work else None)
-            most = replace(most, batch=batch, notes=tuple(dict.fromkeys((*self.notes, *most.notes))))
-            known[batch_size] = self.learned.corrected(most) if self.learned else most
-        return known[batch_size]
-
-    @property
-    def signature(self) -> str:
-        """The step's signature, which no batch size changes; empty if its events are not known at every size."""
-        if self.growth is None or self.compiles or self.variants:
-            return ""
-        return signature_of(self.growth.at(SIGNED_SIZE))
-
-    @property
-    def _captured_sizes(self) -> set[int]:
-        return {*self.traces, *self._known_traces, *(self.growth.sizes if self.growth else ())} - self.guessed
-
-    def _with_doubt(self, guessed: Footprint) -> Footprint:
-        """Widen a footprint that no capture has checked: at most, the batch's share grows with the size squared."""
-        near = max(self._captured_sizes)
-        times = max(1.0, guessed.batch_size / near)
-        grown = self.footprint_at(near)
-        of_batch = grown.peak_allocated_bytes - sum(grown.parts[part] for part in _STATIC)
-        more = grown.peak_allocated_bytes + int(of_batch * (times**2 - 1)) - guessed.highest.allocated_bytes
-        note = f"not captured at this size: at most as if what belongs to the batch grew with its square from {near}"
-        return guessed.widened(guessed.highest.plus(max(0, more)), note=note)
-
-    @property
-    def _is_of_one_draw(self) -> bool:
-        """Whether the step was not compared among batches of other values."""
-        return self.method in ("worst-case", "real") and not self.variants
-
-    def _with_unknown_values(self, found: Footprint) -> Footprint:
-        """Widen a footprint by what other values may change, since no capture has shown how much that is."""
-        of_batch = found.peak_allocated_bytes - sum(found.parts[part] for part in _STATIC)
-        if self.method == "real":
-            other, most = found.highest.plus(of_batch), "as if what belongs to the batch took twice as much"
-        else:
-            other, most = found.lowest.plus(-of_batch), "with results as large as their operators can make them"
-        return found.widened(other, note=f"other values were not tried: at most {most}")
-
-    def _estimate_at(self, batch_size: int) -> Footprint:
-        """Estimate the compiled step at a size between or beyond those captured: peaks are close to lines.
-
-        If only one size was captured, it grows as the uncompiled step does.
+        Raises:
+            CaptureFailedError: the step cannot be captured there, and is not known at any other size.
         """
-        near, *others = sorted(self.compiled, key=lambda size: abs(size - batch_size))
-        at_near = self.footprint_at(near)
-        if others:
-            rise = self.footprint_at(others[0]).peak_allocated_bytes - at_near.peak_allocated_bytes
-            more = rise * (batch_size - near) // (others[0] - near)
-        else:
-            eager = self.uncompiled()
-            here, there = eager.footprint_at(batch_size).peak_allocated_bytes, eager.footprint_at(near)
-            static = sum(at_near.parts[part] for part in _STATIC)
-            ratio = (at_near.peak_allocated_bytes - static) / max(1, there.peak_allocated_bytes - static)
-            more = int(ratio * (here - there.peak_allocated_bytes))
-        return replace(at_near.plus(more, "activations"), batch_size=batch_size)
+        later = curve.unfrozen
+        if later is not None and not later.knows(batch_size) and (unfrozen := self.program.unfrozen()):
+            curve = replace(curve, unfrozen=Surveyor(unfrozen).extend(later, batch_size))
+        if curve.knows(batch_size) or batch_size in curve.gaps:
+            return curve
+        if curve.method == "real" and not _may_run(curve, batch_size):
+            why = "the step was not run: it would take too long, or too much"
+            return self._with_gap(curve, batch_size, Gap("not run", why))
+        try:
+            return curve.with_captured(batch_size, self._captured(curve, batch_size))
+        except CaptureFailedError as error:
+            is_late = isinstance(error, OutOfTimeError)
+            if not curve.captured or not (curve.scalable or curve.method == "real" or is_late):
+                raise
+            gap = Gap("not run" if error.out_of_memory else "failed", _reason(curve.method, error))
+            return self._with_gap(curve, batch_size, Gap("late", str(error)) if is_late else gap)
 
-    def footprint_of(self, trace: Trace) -> Footprint:
-        """The memory and time of a trace of the step."""
-        found = footprint(trace.holding(self.held), self.settings, self.context_bytes)
-        return replace(found, timing=self._timing(trace.work)) if trace.work else found
+    def _with_gap(self, curve: Curve, batch_size: int, gap: Gap) -> Curve:
+        """Note why there is no capture; the sizes to extrapolate from get all variants."""
+        for size in dict.fromkeys(curve.near(batch_size)):
+            if not curve.knows(size):
+                with contextlib.suppress(CaptureFailedError):
+                    curve = curve.with_captured(size, self._captured(curve, size))
+        return replace(curve, gaps={**curve.gaps, batch_size: gap})
 
-    def _timing(self, work: Sequence[Work]) -> Timing:
-        """Return how the step is timed; ``work`` is that of a batch as written."""
-        speed = partial(speed_here, self.program.gpu)
-        return Timing(work, speed, self.program.batches_per_step or 1, compiled=self.compiles)
+    def _captured(self, curve: Curve, batch_size: int) -> tuple[Trace, ...]:
+        with captures_of(self.program) as captures:
+            return _traces_of(captures, self.program, batch_size, curve.method, curve.variants or (FIRST,))
 
-    def proven_at(self, batch_size: int) -> Prediction:
+    def prove(self, curve: Curve, batch_size: int) -> Curve:
         """Capture the step at this size: as it is compiled, if it is, else to compare it with the growth.
 
         Returns:
-            This prediction if the two agree, or if there is nothing to compare; else a prediction that captures each
-            size. For a compiled step, a prediction that has a trace of this size.
+            The curve, confirmed, if the two agree or if there is nothing to compare; else one without the growth, so
+            that each size is captured. For a compiled step, one that has a trace of this size.
 
         Raises:
             StepFailsError: the step does not run at this size, though it did at others.
         """
-        if self.compiles and batch_size not in self.compiled:
-            return self._with_compiled(batch_size)
-        if batch_size in self._failed:
-            failure = self._failed[batch_size]
-            raise StepFailsError(f"at batch size {batch_size} {_reason(self.method, failure)}") from failure
-        is_known = batch_size in self.traces or batch_size in self.compiled
-        cannot_run = self.method == "real" and not (self.program.is_real_at(batch_size) and self._can_run(batch_size))
-        if self.growth is None or self.method == "states" or is_known or cannot_run:
-            return self
+        if curve.compiles and batch_size not in curve.compiled:
+            return self._with_compiled(curve, batch_size)
+        gap, is_real = curve.gaps.get(batch_size), curve.method == "real"
+        if gap and gap.kind == "failed":
+            raise StepFailsError(f"at batch size {batch_size} {gap.why}")
+        is_known = curve.growth is None or batch_size in curve.captured or batch_size in curve.compiled
+        cannot_run = is_real and not (self.program.is_real_at(batch_size) and _may_run(curve, batch_size))
+        if curve.growth is None or is_known or cannot_run:
+            return curve
         try:
-            (proof,) = self._captured_at(batch_size)
+            (proof,) = self._captured(curve, batch_size)
         except OutOfTimeError as error:
-            return replace(self, notes=(*self.notes, f"{error}: the step was not captured at batch size {batch_size}"))
+            note = f"{error}: the step was not captured at batch size {batch_size}"
+            return replace(curve, notes=(*curve.notes, note))
         except CaptureFailedError as error:
-            if self.method == "real" and any(text in str(error) for text in _OUT_OF_MEMORY):
-                return self
-            raise StepFailsError(f"at batch size {batch_size} {_reason(self.method, error)}") from error
-        if proof.events == self.growth.at(batch_size).events:
-            return self
+            if is_real and error.out_of_memory:
+                return curve
+            raise StepFailsError(f"at batch size {batch_size} {_reason(curve.method, error)}") from error
+        if proof.events == curve.growth.at(batch_size).events:
+            return curve.confirmed_by(proof)
         note = f"memory at batch size {batch_size} is off the line through others: each size is predicted by itself"
-        return replace(self, growth=None, notes=(*self.notes, note), traces={**self.traces, batch_size: proof})
+        return replace(curve.with_captured(batch_size, (proof,)), growth=None, notes=(*curve.notes, note))
 
-    def _with_compiled(self, batch_size: int) -> Prediction:
+    def _with_compiled(self, curve: Curve, batch_size: int) -> Curve:
         try:
-            trace = capture(self.program, batch_size, "compiled", Variant(answers=self.answers))
+            trace = capture(self.program, batch_size, "compiled", Variant(answers=curve.reads or ()))
         except CaptureFailedError as error:
-            eager = replace(self.uncompiled(), notes=(*self.notes, _reason("compiled", error)))
-            return eager.proven_at(batch_size)
-        self.seen[batch_size] = trace.batch
-        return replace(self, compiled={**self.compiled, batch_size: trace})
+            eager = replace(curve.uncompiled(), notes=(*curve.notes, _reason("compiled", error)))
+            return self.prove(eager, batch_size)
+        return replace(curve.confirmed_by(trace), compiled={**curve.compiled, batch_size: trace})
+
+
+_NOT_UNFROZEN = (
+    "parameters that are frozen now may be trained in a later epoch, which takes more: that is not predicted"
+)
+
+
+def terms_of(program: Program, terms: Terms) -> Terms:
+    """Return the terms with the speed and the accumulation of a program."""
+    return replace(terms, speed=partial(speed_here, program.gpu), batches_per_step=program.batches_per_step or 1)
+
+
+class Prediction:
+    """A curve, and the program behind it, which is run where the curve needs a capture of its own.
+
+    Attributes:
+        program: what runs.
+        curve: what is known of it; each size that is asked for extends it.
+    """
+
+    def __init__(self, program: Program, curve: Curve) -> None:
+        self.program = program
+        self.curve = curve
+
+    def extended_to(self, batch_size: int) -> Curve:
+        """Return the curve once it can be asked at a size."""
+        self.curve = Surveyor(self.program).extend(self.curve, batch_size)
+        return self.curve
+
+    def footprint_at(self, batch_size: int) -> Footprint:
+        """The memory of the step at one batch size."""
+        return self.extended_to(batch_size).footprint_at(batch_size)
+
+    def trace_at(self, batch_size: int) -> Trace:
+        """The step's events at one batch size; if memory depends on values, those of the largest variant."""
+        return self.extended_to(batch_size).trace_at(batch_size)
+
+    def own_trace_at(self, batch_size: int) -> Trace:
+        """Return the trace of the step with the bytes that are held throughout."""
+        return self.extended_to(batch_size).own_trace_at(batch_size)
+
+    def expected_batch(self, batch_size: int) -> tuple[Shapes, int]:
+        """Shapes and bytes of the batch that the step was given, else of what its loaders give."""
+        return self.curve.batch_at(batch_size) or self.program.expected_batch(batch_size)
+
+    def proven_at(self, batch_size: int) -> Prediction:
+        """Return itself once a capture at this size agrees, else what that capture makes of it; see `Surveyor.prove`.
+
+        Raises:
+            StepFailsError: the step does not run at this size, though it did at others.
+        """
+        proven = Surveyor(self.program).prove(self.curve, batch_size)
+        if replace(proven, proofs=self.curve.proofs) != self.curve:
+            return Prediction(self.program, proven)
+        self.curve = proven
+        return self
 
 
 def speed_here(gpu: Gpu | None) -> Speed | None:
@@ -382,44 +268,15 @@ def _cpu_speed(threads: int) -> Speed:
         return child.ask(threads)
 
 
-def _with_range(most: Footprint, found: Sequence[Footprint], ceiling: Footprint | None) -> Footprint:
-    """Return the largest of several, with a range: from the least seen to the largest plus the spread of all."""
-    points, lows, highs = ([getattr(each, name) for each in found] for name in ("peak", "lowest", "highest"))
-    top, spread = Peak.extreme(highs, max), [max(each) - min(each) for each in zip(*map(astuple, points), strict=True)]
-    beyond = Peak(*map(sum, zip(astuple(top), spread, strict=True)))
-    if ceiling is not None:  # which is above all that was seen
-        beyond = Peak.extreme((beyond, ceiling.highest), min)
-    wide = most.widened(*lows, top, beyond)
-    if wide.high == wide.low:
-        return most
-    seen = [format_bytes(of(each.allocated_bytes for each in points)) for of in (min, max)]
-    note = f"the memory of a step depends on its batch: {seen[0]} to {seen[1]} in those drawn; the most is predicted"
-    return replace(wide, notes=(*most.notes, *([note] if seen[0] != seen[1] else [])))
-
-
-_NOT_UNFROZEN = (
-    "parameters that are frozen now may be trained in a later epoch, which takes more: that is not predicted"
-)
-
-
-def _with_later(now: Footprint, later: Footprint) -> Footprint:
-    """Widen the footprint of the first epoch's step up to that of a step that trains all parameters."""
-    more = format_bytes(max(now.highest.allocated_bytes, later.highest.allocated_bytes))
-    note = f"parameters that are frozen now may be trained in a later epoch: with all of them, a step takes {more}"
-    return now.widened(later.highest, note=note)
-
-
 def predict(
     program: Program,
     batch_size: int,
     settings: AllocatorSettings,
     *,
-    context_bytes: int | tuple[int, int, int] = 0,
+    context_bytes: Range[int] = NOTHING,
     scalable: bool = True,
 ) -> Prediction:
-    """Capture a step in the best way that works: fake, worst case, real, states alone.
-
-    If real batches take clearly less than the worst case, the prediction uses the share of it that they take.
+    """Capture a step, see `Surveyor.survey`.
 
     Args:
         program: what runs.
@@ -431,102 +288,78 @@ def predict(
     Raises:
         CannotTraceError: not even the states could be made.
     """
-    with captures_of(program) as captures:
-        captures.stopped = ""
-        known = Prediction(program, settings, "states", None, context_bytes, scalable)
-        found = _predicted(captures, known, batch_size)
-        if captures.stopped and not found.stopped:
-            unchecked = found.growth is not None and len(found.growth.sizes) < _CHECKED
-            note = f"{captures.stopped}: captures that would have checked the prediction were left out"
-            stopped = captures.stopped if unchecked or found._is_of_one_draw else ""
-            found = replace(found, notes=(*found.notes, note), stopped=stopped)
-        unfrozen = program.unfrozen()
-        if unfrozen is not None:
-            with captures_of(unfrozen) as others, contextlib.suppress(CannotTraceError):
-                later = _predicted(others, replace(known, program=unfrozen), batch_size)
-                found = replace(found, unfrozen=later)
-            if found.unfrozen is None or found.unfrozen.method == "states":
-                found = replace(found, notes=(*found.notes, _NOT_UNFROZEN))
-        if not any(NOTE in trace.notes for trace in found.traces.values()):
-            return found
-        if program.device.type != "cpu":
-            return replace(found, notes=(*found.notes, "torch.compile is followed on the CPU only"))
-        near = min(found.traces, key=lambda size: abs(size - batch_size))
-        compiles = found.method != "states" and not found.variants
-        found = replace(found, compiles=compiles, answers=found.traces[near].answers)
-        return found if scalable else found.proven_at(batch_size)
+    curve = Surveyor(program).survey(batch_size, Terms(settings, context_bytes), scalable=scalable)
+    return Prediction(program, curve)
 
 
-def predict_largest(
-    program: Program, asked: int, settings: AllocatorSettings, *, scalable: bool
-) -> tuple[int, Prediction]:
-    """Predict the step on the kind of batch that takes the most, and return its batch size: ``asked`` if that sets it.
+def predict_largest(program: Program, asked: int, terms: Terms, *, scalable: bool) -> tuple[int, Curve]:
+    """Survey the step on the kind of batch that takes the most, and return its batch size: ``asked`` if that sets it.
 
     Raises:
         CannotTraceError: not even the states could be made.
     """
     kinds = program.kinds
     if not kinds:
-        return asked, predict(program, asked, settings, scalable=scalable)
+        return asked, Surveyor(program).survey(asked, terms, scalable=scalable)
     sizes = [each.families[0].small_size for each in kinds]
     for each, size in zip(kinds, sizes, strict=True):
         with captures_of(each) as captures:
             captures.start(each, size, "fake")
-    traces = [_capture_to_compare(each, size, settings) for each, size in zip(kinds, sizes, strict=True)]
-    nbytes = [footprint(trace, settings).most_device_bytes for trace in traces]
+    traces = [_capture_to_compare(each, size, terms) for each, size in zip(kinds, sizes, strict=True)]
+    nbytes = [footprint(trace, terms.settings).most_device_bytes for trace in traces]
     place = nbytes.index(max(nbytes))
-    found = predict(kinds[place], sizes[place], settings, scalable=False)
+    found = Surveyor(kinds[place]).survey(sizes[place], terms, scalable=False)
     batches = (trace.batch or each.expected_batch(trace.batch_size) for trace, each in zip(traces, kinds, strict=True))
     return sizes[place], replace(found, kinds=tuple(batches), kind=place)
 
 
-def _capture_to_compare(program: Program, batch_size: int, settings: AllocatorSettings) -> Trace:
+def _capture_to_compare(program: Program, batch_size: int, terms: Terms) -> Trace:
     """Capture a step, to compare its size with that of others: without memory, if that is possible."""
     for method in _WAYS[:2]:
         with contextlib.suppress(CaptureFailedError):
             return capture(program, batch_size, method)
-    return predict(program, batch_size, settings, scalable=False).trace_at(batch_size)
+    return Surveyor(program).survey(batch_size, terms, scalable=False).trace_at(batch_size)
 
 
-def _predicted(captures: Captures, known: Prediction, batch_size: int) -> Prediction:
-    program, why_not = known.program, dict[str, str]()  # the same happens in several ways: it is reported once
+def _predicted(captures: Captures, program: Program, known: Curve, batch_size: int) -> Curve:
+    why_not = dict[str, str]()  # the same happens in several ways: it is reported once
     value_needed = True
     for method in _WAYS:
         if method == "worst-case" and not value_needed:
             continue  # it would fail in the same way
         try:
             if method == "real":
-                return _real(captures, replace(known, notes=tuple(why_not.values())), batch_size)
+                return _real(captures, program, replace(known, notes=tuple(why_not.values())), batch_size)
             traces, growth = _traces_and_growth(captures, program, batch_size, method, known.scalable)
         except OutOfTimeError as error:
-            return _stopped(captures, known, method, [*why_not.values(), str(error)])
+            return _stopped(captures, program, known, method, [*why_not.values(), str(error)])
         except CannotTraceError as error:  # the step failed, or no two sizes of it agree
             why_not[str(error)] = _reason(method, error)
             value_needed = isinstance(error, CaptureFailedError) and error.value_needed
         else:
             found = _from(known, method, traces, growth)
             found = replace(found, scalable=known.scalable and (growth is not None or len(traces) > 1))
-            if needs_values_later(traces[0]) and device_to_run_on(program, fake=False).type == program.device.type:
+            if traces[0].has_note("values later") and device_to_run_on(program, fake=False).type == program.device.type:
                 with contextlib.suppress(CannotTraceError):
-                    return _real(captures, known, batch_size)
-            found = _uneven(found, batch_size) or found
+                    return _real(captures, program, known, batch_size)
+            found = _uneven(program, found, batch_size) or _drawn(captures, program, found)
             if method == "worst-case":
-                return _sampled(captures, found, batch_size) or _with_least(captures, found)
+                return _sampled(captures, program, found, batch_size) or _with_least(captures, program, found)
             return found
     try:
         states = capture(program, batch_size, "states")
     except CaptureFailedError as error:
         raise CannotTraceError("; ".join([*why_not.values(), _reason("states", error)])) from error
-    return replace(known, scalable=False, notes=tuple(why_not.values()), traces={batch_size: states})
+    return replace(known, scalable=False, notes=tuple(why_not.values()), captured={batch_size: (states,)})
 
 
-def _stopped(captures: Captures, known: Prediction, method: Method, reasons: list[str]) -> Prediction:
+def _stopped(captures: Captures, program: Program, known: Curve, method: Method, reasons: list[str]) -> Curve:
     """Predict from what was captured until the deadline.
 
     Raises:
         CannotTraceError: nothing was captured.
     """
-    traces = captures.known(known.program, method)
+    traces = captures.known(program, method)
     if not traces:
         raise CannotTraceError("; ".join(reasons))
     growth = None
@@ -538,21 +371,21 @@ def _stopped(captures: Captures, known: Prediction, method: Method, reasons: lis
     return replace(_from(known, method, traces, growth), notes=notes, stopped=reasons[-1])
 
 
-def _from(known: Prediction, method: Method, traces: Sequence[Trace], growth: Growth | None) -> Prediction:
-    seen = {trace.batch_size: trace.batch for trace in traces}
-    return replace(known, method=method, growth=growth, traces={t.batch_size: t for t in traces}, seen=seen)
+def _from(known: Curve, method: Method, traces: Sequence[Trace], growth: Growth | None) -> Curve:
+    captured = {trace.batch_size: (trace,) for trace in traces}
+    proofs = {trace.batch_size: Proof(trace.batch, trace.seconds) for trace in traces}
+    return replace(known, method=method, growth=growth, captured=captured, proofs=proofs)
 
 
 # -- on real batches
 
 
-def _real(captures: Captures, known: Prediction, batch_size: int) -> Prediction:
+def _real(captures: Captures, program: Program, known: Curve, batch_size: int) -> Curve:
     """Predict from real runs at small sizes and at the requested one; if these do not agree, by a run at each size.
 
     Raises:
         CaptureFailedError: the step raised at the small sizes and at the requested one.
     """
-    program = known.program
     sizes, variants = _small_sizes(program), VARIANTS[1:3]
     try:
         traces = [capture(program, sizes[0], "real")]
@@ -575,11 +408,11 @@ def _real(captures: Captures, known: Prediction, batch_size: int) -> Prediction:
     found = _from(known, "real", traces, None)
     found = replace(found, scalable=known.scalable and (len(traces) > 1 or program.is_real_at(2 * batch_size)))
     if any(trace.events != traces[-1].events for trace in again):
-        largest, *smaller = _traces_of(captures, program, size, "real", VARIANTS)
-        return replace(found, variants=VARIANTS, traces={**found.traces, size: largest}, others={size: tuple(smaller)})
+        found = found.with_captured(size, _traces_of(captures, program, size, "real", VARIANTS))
+        return replace(found, variants=VARIANTS)
     with contextlib.suppress(CaptureFailedError):
         traces += _all_captured(captures, program, sizes[1:-1], "real")
-    if batch_size not in found.traces and program.is_real_at(batch_size) and _may_run(traces, batch_size):
+    if batch_size not in found.captured and program.is_real_at(batch_size) and _could_run(traces, batch_size):
         with contextlib.suppress(CaptureFailedError):
             traces = [*traces, capture(program, batch_size, "real")]
     try:
@@ -597,7 +430,13 @@ def _small_sizes(program: Program) -> tuple[int, ...]:
     return REAL_SIZES if REAL_SIZES[0] % multiple == 0 else tuple(multiple << doubling for doubling in range(3))
 
 
-def _may_run(known: Sequence[Trace], batch_size: int) -> bool:
+def _may_run(curve: Curve, batch_size: int) -> bool:
+    ran = [traces[0] for traces in curve.captured.values()]
+    grown = (replace(curve.trace_at(size), seconds=proof.seconds) for size, proof in curve.proofs.items())
+    return _could_run(ran or [*grown], batch_size)
+
+
+def _could_run(known: Sequence[Trace], batch_size: int) -> bool:
     """Whether a real run is expected to fit this machine and to end soon, from runs at other sizes."""
     ran = [trace for trace in known if trace.seconds]
     if not ran:
@@ -633,51 +472,75 @@ def _traces_of(
     return tuple(sorted(found, key=_most_alive, reverse=True))
 
 
-def _uneven(known: Prediction, batch_size: int) -> Prediction | None:
+def _uneven(program: Program, known: Curve, batch_size: int) -> Curve | None:
     """Predict on batches as uneven as real ones; None if those need about as much as batches of the largest sample."""
     try:
-        times, numbers = known.program.uneven_draws(batch_size, _UNEVEN_DRAWS)
+        times, numbers = program.uneven_draws(batch_size, _UNEVEN_DRAWS)
         if times <= _CLEARLY:
             return None
-        weights = _weights(known, batch_size, numbers)
+        weights = _weights(program, known, batch_size, numbers)
         variants = tuple(Variant(1 + place, epoch=Epoch(place, weights)) for place in (0, EPOCHS // 2, EPOCHS - 1))
         what = f"{len(_UNEVEN_DRAWS)} drawn"
         if any(weights):
-            whole = all(each.draws and each.draws.is_whole for each in known.program.families)
+            whole = all(each.draws and each.draws.is_whole for each in program.families)
             what = "an epoch" if whole else f"an epoch, and the range is of {EPOCHS} epochs drawn at random"
         note = (
             f"samples differ in size: predicted for the largest batch of {what}; one of the largest sample alone would "
             f"be {times:.1f} times as large"
         )
         found = _by_variants(known, variants if any(weights) else tuple(map(Variant, numbers)), note)
-        found.trace_at(batch_size)
+        return Surveyor(program).extend(found, batch_size)
     except Exception:  # noqa: BLE001 - the user's collate function may raise anything
         return None
-    return found
 
 
-def _weights(known: Prediction, batch_size: int, draws: Sequence[int]) -> tuple[float, float]:
+def _drawn(captures: Captures, program: Program, known: Curve) -> Curve:
+    """Predict a step that draws sizes (of its images, of how many layers run) under several seeds.
+
+    The one that takes the most is predicted, as an epoch draws far more often than captures do.
+    """
+    first = next(iter(known.captured.values()))[0]
+    if known.growth is None or not first.draws:
+        return known
+    size, *others = known.growth.sizes[:3]
+    try:
+        found = _all_captured(captures, program, [size], known.method, _SEEDS[:_TELLING])
+        if all(trace.events == known.captured[size][0].events for trace in found):
+            return known  # it draws values, not sizes
+        found += _all_captured(captures, program, [size], known.method, _SEEDS[_TELLING:])
+        pairs = sorted(zip(map(_most_alive, found), _SEEDS, strict=True), key=lambda pair: pair[0])
+        ends = [
+            _all_captured(captures, program, [size, *others], known.method, [seed]) for _, seed in (pairs[0], pairs[-1])
+        ]
+        least, most = map(grow, ends)
+    except CannotTraceError as error:
+        note = f"the step draws random numbers, and what others change was not captured: {error}"
+        return replace(known, notes=(*known.notes, note))
+    return replace(_from(known, known.method, ends[1], most), drawn=(least,), variants=(pairs[-1][1],))
+
+
+def _weights(program: Program, known: Curve, batch_size: int, draws: Sequence[int]) -> tuple[float, float]:
     """Fit how a step's memory grows with a batch's `measures`: on batches of the largest sample, and on some draws."""
-    measured = [(known.program.measures(size, 0), trace) for size, trace in known.traces.items()]
+    measured = [(program.measures(size, 0), trace) for size, trace in known.surveyed.items()]
     for draw in draws:
-        trace = capture(known.program, batch_size, known.method, Variant(draw))
-        measured.append((known.program.measures(batch_size, draw), trace))
+        trace = capture(program, batch_size, known.method, Variant(draw))
+        measured.append((program.measures(batch_size, draw), trace))
     rows = np.array([(1, *measures) for measures, _ in measured], dtype=float)
     scales = rows.max(0).clip(1)
     found = np.linalg.lstsq(rows / scales, np.array([_most_alive(trace) for _, trace in measured]))[0] / scales
     return max(0.0, float(found[1])), max(0.0, float(found[2]))
 
 
-def _sampled(captures: Captures, worst: Prediction, batch_size: int) -> Prediction | None:
+def _sampled(captures: Captures, program: Program, worst: Curve, batch_size: int) -> Curve | None:
     """Predict with results that depend on values as large as in real batches; None if that is about the worst case."""
-    program, size = worst.program, _small_sizes(worst.program)[-1]
+    size, upper = _small_sizes(program)[-1], Prediction(program, worst)
     try:
         size = size if program.is_real_at(size) else batch_size
         most_probed = min(_MOST_PROBED_BYTES, _free_bytes())
-        if not program.is_real_at(size) or worst.footprint_at(size).peak_allocated_bytes > most_probed:
+        if not program.is_real_at(size) or upper.footprint_at(size).peak_allocated_bytes > most_probed:
             return None
         first = capture(program, size, "real")
-        larger = batch_size > size and program.is_real_at(batch_size) and _may_run([first], batch_size)
+        larger = batch_size > size and program.is_real_at(batch_size) and _could_run([first], batch_size)
         size = batch_size if larger else size
         if worst.variants:  # each has its own batches
             traces = [capture(program, size, "real", variant) for variant in worst.variants]
@@ -694,27 +557,27 @@ def _sampled(captures: Captures, worst: Prediction, batch_size: int) -> Predicti
             f"some tensors are as large as the values in a batch make them: predicted from {len(traces)} batches of "
             f"{size}, and larger ones are possible"
         )
-        sampled = replace(_by_variants(worst, variants, note), method="sampled")
-        likely = max(batch_size, captures.next_size(program, [*worst.traces.values()][:2]) if worst.growth else 0)
-        found, most = sampled.footprint_at(likely), worst.footprint_at(likely)
+        sampled = Prediction(program, replace(_by_variants(worst, variants, note), method="sampled"))
+        likely = max(batch_size, captures.next_size(program, [*worst.surveyed.values()][:2]) if worst.growth else 0)
+        found, most = sampled.footprint_at(likely), upper.footprint_at(likely)
     except CannotTraceError:
         return None
-    return sampled if most.highest.allocated_bytes > _CLEARLY * found.peak_allocated_bytes else None
+    return sampled.curve if most.highest.allocated_bytes > _CLEARLY * found.peak_allocated_bytes else None
 
 
-def _with_least(captures: Captures, worst: Prediction) -> Prediction:
+def _with_least(captures: Captures, program: Program, worst: Curve) -> Curve:
     """Predict an upper bound with its lower end: results that depend on values, as small as they can be."""
     sizes, smallest = worst.growth.sizes if worst.growth else (), Variant(shares=LEAST)
-    if any(ASSUMED in note for trace in worst.traces.values() for note in trace.notes):
+    if any(trace.has_note("largest result") for trace in worst.surveyed.values()):
         with contextlib.suppress(CannotTraceError):  # it may fail without elements
-            return replace(worst, floor=grow(_all_captured(captures, worst.program, sizes, "worst-case", [smallest])))
+            return replace(worst, floor=grow(_all_captured(captures, program, sizes, "worst-case", [smallest])))
     return worst
 
 
-def _by_variants(known: Prediction, variants: tuple[Variant, ...], note: str) -> Prediction:
+def _by_variants(known: Curve, variants: tuple[Variant, ...], note: str) -> Curve:
     """Capture some variants at each size; what was predicted so far is the most that they can take."""
     ceiling = known.ceiling or known.growth
-    known = replace(known, growth=None, traces={}, ceiling=ceiling, scalable=known.scalable and ceiling is not None)
+    known = replace(known, growth=None, captured={}, proofs={}, ceiling=ceiling)
     return replace(known, variants=variants, notes=(*known.notes, note))
 
 

@@ -35,6 +35,8 @@ T = TypeVar("T")
 Change = Callable[[nn.Module], None]
 """Function that changes a copy of a module."""
 Context = Callable[[], contextlib.AbstractContextManager[Any]]
+Around = Callable[[nn.Module, Recorder], contextlib.AbstractContextManager[Any]]
+"""A copy and what records it -> the context manager that each of its training steps runs in, backward pass excluded."""
 SwapOptimizer = Callable[[Optimizer], Optimizer]
 """An optimizer -> the one to use in its place, for the same parameters."""
 
@@ -49,6 +51,7 @@ class Program(ABC):
         precision: one of Lightning's names, such as ``"bf16-mixed"``.
         accumulate_grad_batches: batches per optimizer step.
         changes: what is done to each copy of the module before it runs.
+        around: makes what each training step runs in; None for nothing.
     """
 
     device: torch.device
@@ -57,6 +60,7 @@ class Program(ABC):
     precision: str
     accumulate_grad_batches: int | None
     changes: tuple[Change, ...]
+    around: Around | None
 
     @property
     @abstractmethod
@@ -189,6 +193,10 @@ class Program(ABC):
         """Return the program with each copy of the module changed before it runs."""
         return self._with(changes=(*self.changes, change))
 
+    def with_around(self, around: Around) -> Self:
+        """Return the program with each training step run in a context of its own."""
+        return self._with(around=around)
+
     def _with_families(self, change: Callable[[Batches], Batches]) -> Self:
         changed = tuple(map(change, self.families))
         return self._with(batches=changed if isinstance(self.batches, tuple) else changed[0])
@@ -252,6 +260,7 @@ class LoopProgram(Program):
     ranks: int = 0
     parallelize: Callable[[nn.Module], nn.Module] | None = None
     context: Context = contextlib.nullcontext
+    around: Around | None = None
 
     def __post_init__(self) -> None:
         check_precision(self.precision)
@@ -339,7 +348,9 @@ class LoopProgram(Program):
         with self._autocast(fake=fake):
             for change in self.changes if first else ():
                 change(module_copy)
-            return self.step(module_copy, batch)
+            around = self.around and self.training and self.around(module_copy, recorder)
+            with around or contextlib.nullcontext():
+                return self.step(module_copy, batch)
 
     def _autocast(self, *, fake: bool) -> contextlib.AbstractContextManager[Any]:
         dtype = _AUTOCAST.get(self.precision)

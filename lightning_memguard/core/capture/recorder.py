@@ -11,6 +11,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from types import MethodWrapperType
 from typing import Any
 
@@ -51,7 +52,7 @@ from lightning_memguard.core.simulation.value_sizes import ValueSizes, assumptio
 from lightning_memguard.core.trace.kept import Kept
 from lightning_memguard.core.trace.scratch import CudaTarget
 from lightning_memguard.core.trace.trace import Answers, Event, Method, Shares, Trace
-from lightning_memguard.core.trace.work import COMMUNICATION, RANDOM, SPECIAL, Work
+from lightning_memguard.core.trace.work import COMMUNICATION, RANDOM, SPECIAL, TRANSFER, Work
 from lightning_memguard.errors import CannotTraceError, MemGuardError
 
 _device_of = torch.ops.prim.device.default
@@ -97,8 +98,10 @@ class Recorder(Storages, TorchDispatchMode):
         self._value_sizes, self.reads = ValueSizes(shares), Reads(answers)
         self._scratch = KernelScratch(self, kernel_target)
         self.ran_backward = False
+        self.draws = False  # random numbers of Python's or NumPy's
         self.scripted = False  # by TorchScript, which does otherwise in its first run
         self.kept: tuple[Kept, ...] = ()
+        self.counts_steps = False  # a schedule; see `Trace`
         self._work: dict[bool, tuple[int, list[Work]]] = {}  # in which step; by whether the optimizer runs it
         self._first_steps: dict[bool, int] = {}
         self.flops: Counter[str] | None = None  # of products in the forward pass by module, if they are counted
@@ -315,7 +318,8 @@ class Recorder(Storages, TorchDispatchMode):
         answers = self.reads.noted if NOTE in self.assumptions else ()
         # The work of a batch, then of an optimizer step.
         work = tuple(itertools.chain.from_iterable(noted for _, (_, noted) in sorted(self._work.items())))
-        return Trace(*read, kept=self.kept, work=work, answers=answers)
+        made = Trace(*read, kept=self.kept, work=work, answers=answers)
+        return replace(made, draws=self.draws, counts_steps=self.counts_steps)
 
     def _checked(self) -> Iterator[str]:
         lines = [line for line in self._checks if line]
@@ -345,6 +349,12 @@ class Recorder(Storages, TorchDispatchMode):
         noted = self._work_noted(updates=True)
         if noted is not None:
             noted.append(Work(COMMUNICATION, 0, nbytes, updates=True))
+
+    def note_moved(self, nbytes: int) -> None:
+        """Note activations that go to the host until their backward pass."""
+        noted = self._work_noted(updates=False)
+        if noted is not None:
+            noted.append(Work(TRANSFER, 0, nbytes))
 
 
 _LISTED = 3  # lines of checks
@@ -495,7 +505,9 @@ def watching(recorder: Recorder, module: nn.Module) -> Iterator[None]:
             exits.enter_context(paths_mode)
             exits.enter_context(fast_paths.taken())
         exits.enter_context(recorder)
+        before = fake.drawn_so_far()
         yield
+        recorder.draws = fake.drawn_so_far() != before
 
 
 def _watched(recorder: Recorder, make: Callable[[], Tensor]) -> Callable[[], Tensor]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol
 
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.core.replay.replay import Retries
@@ -14,7 +14,7 @@ from lightning_memguard.core.shown import Shown
 from lightning_memguard.core.trace.kept import Kept, RunsOut
 from lightning_memguard.core.trace.scratch import up
 from lightning_memguard.errors import DoesNotFitError, MemGuardError
-from lightning_memguard.units import format_bytes
+from lightning_memguard.units import counted, format_bytes, share_of
 
 Outcome = Literal["tuned", "kept", "checked", "stepped aside"]
 """``tuned``: the batch size was changed. ``kept``: it is what was asked for. ``checked``: ``mode="check"``: predicted,
@@ -26,6 +26,9 @@ LimitedBy = Literal[
     "max_batch_size",
     "request",
     "checkpoint",
+    "max_steps",
+    "scheduler",
+    "drop_last",
     "last_batch",
     "min_steps_per_epoch",
     "shared_memory",
@@ -38,9 +41,11 @@ LimitedBy = Literal[
     "limit_predict_batches",
     "time",
 ]
-"""Reason why the batch size is not larger. ``request``: MemGuard was not free to choose it. ``checkpoint``: the run
-goes on from one that was trained at it. ``last_batch``: a larger one leaves a last batch of a single sample, which
-batch norm refuses. ``min_steps_per_epoch``: a larger one leaves an epoch fewer optimizer steps. ``shared_memory``: the
+"""Reason why the batch size is not larger. ``request``: it was set, or MemGuard was not free to choose it.
+``checkpoint``: the run goes on from one that was trained at it. ``max_steps``: the Trainer's steps would see more
+samples. ``scheduler``: a schedule counts steps, and does not ask how many there will be. ``drop_last``: a larger one
+leaves out samples that an epoch had. ``last_batch``: a larger one leaves a last batch of a single sample, which batch
+norm refuses. ``min_steps_per_epoch``: a larger one leaves an epoch fewer optimizer steps. ``shared_memory``: the
 loader's workers put batches in /dev/shm, which has no room for larger ones. ``host_memory``: the host has no memory for
 what its workers make of larger batches. ``time``: larger ones are hardly faster. Names of the Trainer's arguments: with
 larger batches, an epoch would have too few of them, or see more samples."""
@@ -85,7 +90,7 @@ class HostUse:
 
     Attributes:
         parts: bytes by part: ``prefetched`` batches in shared memory, ``pinned`` copies of batches, ``workers`` (their
-            processes), and the buffer of a ``checkpoint``.
+            processes), the buffer of a ``checkpoint``, and activations that are ``offloaded``.
         most_bytes: of all parts together, at most.
         budget: what the host offers; None on the CPU.
         shared_bytes: what lies in /dev/shm at once.
@@ -181,6 +186,8 @@ class Request:
         dataset_limit: what sets ``dataset_size``: the samples there are, or a setting that needs several batches.
         run_size: the largest size that ``run_limit`` allows, or None.
         prefers_fast: whether the smallest size that is about as fast as the fastest is chosen, instead of the largest.
+        kept_by: why a batch size that fits is kept; None if it may grow. Other limits hold for sizes that are chosen.
+        was_set: whether someone has set the loader's batch size.
         run_limit: what sets ``run_size``: `Limits.min_steps_per_epoch`, a setting that counts batches, shared memory.
     """
 
@@ -198,6 +205,13 @@ class Request:
     run_size: int | None = None
     run_limit: LimitedBy = "min_steps_per_epoch"
     prefers_fast: bool = False
+    kept_by: LimitedBy | None = None
+    was_set: bool = True
+
+    @property
+    def may_grow(self) -> bool:
+        """Whether a batch size that fits may become larger."""
+        return self.free_to_choose and self.kept_by is None
 
     @property
     def smallest_batch_size(self) -> int:
@@ -205,7 +219,7 @@ class Request:
         return up(self.min_batch_size, self.multiple_of)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Decision(Shown):
     """The batch size, and why.
 
@@ -217,8 +231,11 @@ class Decision(Shown):
         footprint: predicted at ``batch_size``; None if no prediction could be made.
         budget: what the device offers; None if it was not read.
         limited_by: what keeps the batch size from being larger.
-        reason: why no size was chosen, why another than planned, or why no prediction could be made, in plain words;
+        because: why no size was chosen, why another than planned, or why no prediction could be made, in plain words;
             empty otherwise.
+        largest_batch_size: the largest that memory and data allow; None if it is not known without further captures, or
+            cannot be changed.
+        was_set: whether someone has set the loader's batch size; a DataLoader that is made without one has 1.
         multiple_of: only multiples of this were chosen from.
         validation_batch_size: samples per batch in the fit's validation: as asked, or the largest that fits; None if
             validation was not predicted.
@@ -240,7 +257,9 @@ class Decision(Shown):
     footprint: Footprint | None
     budget: Budget | None
     limited_by: LimitedBy
-    reason: str = ""
+    because: str = ""
+    largest_batch_size: int | None = None
+    was_set: bool = True
     multiple_of: int = 1
     validation_batch_size: int | None = None
     steps_per_epoch: int | None = None
@@ -253,6 +272,15 @@ class Decision(Shown):
     retries: Retries | None = None
 
     @property
+    def reason(self) -> str:
+        """The batch size, and what set it, or whether it fits: the sentence that is printed."""
+        return sentence_of(self)
+
+    def __repr__(self) -> str:
+        shown = ("batch_size", "accumulate_grad_batches", "largest_batch_size", "outcome", "limited_by", "reason")
+        return f"Decision({', '.join(f'{name}={getattr(self, name)!r}' for name in shown)})"
+
+    @property
     def pieces(self) -> int:
         """Equal pieces into which each of the loader's batches is divided, with their gradients accumulated; else 1."""
         asked, pieces = self.requested_batch_size, self.requested_batch_size // max(1, self.batch_size)
@@ -261,8 +289,8 @@ class Decision(Shown):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Assumptions of the prediction, in plain words without a full stop; `reason` is not repeated."""
-        return tuple(note for note in (self.footprint.notes if self.footprint else ()) if note not in self.reason)
+        """Assumptions of the prediction, in plain words without a full stop; `because` is not repeated."""
+        return tuple(note for note in (self.footprint.notes if self.footprint else ()) if note not in self.because)
 
     @property
     def verdict(self) -> Verdict:
@@ -278,6 +306,14 @@ class Decision(Shown):
         """Whether the step is known to fit the usable budget; see `verdict`."""
         return self.verdict == "fits"
 
+    @property
+    def is_tight(self) -> bool:
+        """Whether the batch size was cut, or a step is not known to leave a tenth of what the device has free."""
+        if self.footprint is None or self.budget is None or not self.fits:
+            return True
+        most = _TIGHT * self.budget.free_bytes
+        return self.batch_size < self.requested_batch_size or self.footprint.most_device_bytes > most
+
     def would_overrun(self, ratio: float) -> bool:
         """Whether a peak ``ratio`` times the predicted one would pass the whole budget, margin included."""
         if self.footprint is None or self.budget is None:
@@ -285,15 +321,197 @@ class Decision(Shown):
         return self.footprint.most_device_bytes * ratio > self.budget.free_bytes
 
 
+_TIGHT = 0.9
+
+
 def verdict(footprint: Footprint, budget: Budget) -> Verdict:
     """Whether a step fits a budget, as far as its memory is known."""
     if footprint.most_device_bytes > budget.usable_bytes:
-        return "does not fit"
+        cut = footprint.is_cut and footprint.lowest.device_bytes <= budget.usable_bytes
+        return "unknown" if cut else "does not fit"
     return "unknown" if footprint.is_partial else "fits"
 
 
+# -- in one sentence: printed, logged and shown alike
+
+_LIMITS: dict[LimitedBy, str] = {
+    "dataset": "limited by the size of the dataset, not by memory",
+    "max_batch_size": "limited by max_batch_size, not by memory",
+    "request": "keeps the effective batch size",
+    "checkpoint": "the one the checkpoint was trained with (min_batch_size insists on a larger one)",
+    "max_steps": "with larger batches, max_steps would see more samples (min_steps_per_epoch=None allows it)",
+    "scheduler": "a schedule counts steps without `estimated_stepping_batches`, and larger batches would leave it "
+    "fewer (min_steps_per_epoch=None allows it)",
+    "drop_last": "with drop_last=True, a larger one leaves out samples that an epoch had",
+    "time": "larger ones are predicted to be at most 3% faster a sample",
+    "last_batch": "a larger one leaves a last batch of a single sample, which batch norm refuses",
+}
+
+
+def sentence_of(decision: Decision) -> str:
+    """The batch size, and what set it, or whether it fits; of a run that was not tuned, the reason alone."""
+    if decision.footprint is None or decision.budget is None:
+        return decision.because
+    reason, (footprint, budget) = decision.because.rstrip("."), prediction_of(decision)
+    now = batch_sizes(decision, decision.batch_size)
+    batch = f"the largest of the batches drawn ({footprint.batch})" if footprint.batch else f"batch size {now}"
+    if decision.verdict == "unknown":
+        least, most = footprint.peak_device_bytes, footprint.most_device_bytes
+        takes = f"Without its activations it takes {share_of(least, budget.usable_bytes)} usable"
+        if not footprint.is_partial:
+            takes = f"It takes {share_of(least, budget.usable_bytes)} usable, or up to {format_bytes(most)}"
+        return f"{batch} is unchanged, and whether it fits is unknown{': ' if reason else ''}{reason}. {takes}."
+    because = f"{': ' if decision.outcome == 'tuned' else '; unchanged because '}{reason}" if reason else ""
+    if decision.verdict == "does not fit":
+        return f"{batch} {_why_not(decision, footprint, because)}."
+    return _why_it_fits(decision, batch, because)
+
+
+def _why_it_fits(decision: Decision, batch: str, because: str) -> str:
+    (footprint, budget), asked = prediction_of(decision), decision.requested_batch_size
+    fits = f"{batch}{_was(decision)} fits: {share_of(footprint.most_device_bytes, budget.usable_bytes)}"
+    if decision.outcome == "checked" or (because and decision.outcome != "tuned"):
+        return f"{fits}{because}.{_up_to(decision)}"
+    size, batches, before = (
+        decision.batch_size,
+        decision.accumulate_grad_batches,
+        decision.requested_accumulate_grad_batches,
+    )
+    if size < asked and batches > before:
+        seen, all_before = size * batches, asked * before
+        samples = f"{seen} samples as before" if seen == all_before else f"{seen} samples instead of {all_before}"
+        was = f"(was {batch_sizes(decision, asked)}, which does not fit)"
+        return f"{batch} {was}: gradients of {batches} batches make a step, {samples}."
+    if decision.limited_by == "request" and size == asked and batches == before:
+        return f"{fits}.{_up_to(decision)}"
+    accumulated = f", with gradients accumulated over {batches} batches" if batches > 1 else ""
+    fewer = _fewer_steps(decision)
+    fewer = f"; {fewer}" if fewer and decision.limited_by != "min_steps_per_epoch" else ""
+    return f"{fits}; {decision.because.rstrip('.') or _limit(decision)}{accumulated}{fewer}."
+
+
+def _was(decision: Decision) -> str:
+    """Say which batch size it was, if it changed; that none was set, if none was."""
+    asked = decision.requested_batch_size
+    if decision.outcome != "tuned":
+        return ""
+    if not decision.was_set:
+        return f' (none was set; batch_size="keep" insists on {asked})'
+    return f" (was {batch_sizes(decision, asked)})" if decision.batch_size != asked else ""
+
+
+def _up_to(decision: Decision) -> str:
+    """Say how large a batch would fit, and the argument that chooses it; empty if that is no more, or unknown."""
+    largest = decision.largest_batch_size
+    if largest is None or largest <= decision.batch_size or decision.loader_batch_sizes:
+        return ""
+    about = largest - largest % 10 ** max(0, len(str(largest)) - 2) if largest >= _ROUNDED else largest
+    return f" Up to {about:,} would{'' if decision.outcome == 'checked' else _LARGEST}."
+
+
+_ROUNDED = 1000
+_LARGEST = ' (batch_size="largest")'
+
+
+def _why_not(decision: Decision, footprint: Footprint, because: str) -> str:
+    if decision.host and decision.host.overrun:
+        nbytes, of = decision.host.overrun
+        room, remedies = format_bytes(of.usable_bytes), _host_remedies(decision.host, of)
+        parts = decision.host.parts if of is decision.host.budget else {}
+        *others, last = map(part_words, parts or ("prefetched batches",))
+        takers = f"{', '.join(others)} and {last}" if others else last
+        need = f"{takers} are predicted to take up to {format_bytes(nbytes)}, and {room} are usable there"
+        return f"does NOT fit {of.device}{because}: {need}. Remedies: {remedies}"
+    if footprint.phase == "checkpoint":
+        return f"does NOT fit while a checkpoint is saved{because}"
+    if decision.retries:
+        return f"does NOT fit with all that the allocator caches: it {retries_words(decision.retries)}{because}"
+    return f"does NOT fit{', even without its activations' if footprint.is_partial else ''}{because}"
+
+
+def retries_words(retries: Retries) -> str:
+    """Say how a step runs that does not fit with all that the allocator caches."""
+    if retries.per_step:
+        return f"runs, but empties the cache {'each step' if retries.per_step >= 1 else 'every few steps'}"
+    return f"runs, but empties the cache {counted(retries.at_first, 'time')} in its first steps"
+
+
+def _fewer_steps(decision: Decision) -> str:
+    """Say how many optimizer steps an epoch has left at a larger batch size; empty if all, or if that is unknown."""
+    now, before, asked = decision.steps_per_epoch, decision.requested_steps_per_epoch, decision.requested_batch_size
+    if decision.batch_size <= asked or not now or not before or now >= before:
+        return ""
+    least = "min_steps_per_epoch allows no fewer; " if decision.limited_by == "min_steps_per_epoch" else ""
+    steps = counted(now, "optimizer step")
+    return f"an epoch has {steps} instead of {before} ({least}max_batch_size={asked} keeps all)"
+
+
+def _limit(decision: Decision) -> str:
+    limit, many = decision.limited_by, decision.multiple_of
+    if limit == "memory":
+        return "no larger one does" if many == 1 else f"no larger multiple of {many} does"
+    if limit == "min_steps_per_epoch":
+        steps = decision.steps_per_epoch
+        its = f"than its {counted(steps, 'optimizer step')}" if steps else "optimizer steps, whose number is unknown"
+        fewer = f"larger batches leave an epoch fewer {its} (min_steps_per_epoch=None allows it)"
+        return _fewer_steps(decision) or fewer
+    if limit in ("shared_memory", "host_memory") and decision.host:
+        of = decision.host.shared_budget if limit == "shared_memory" else decision.host.budget
+        if of is not None:
+            free, remedies = format_bytes(of.free_bytes), _host_remedies(decision.host, of)
+            return f"larger batches, as workers prefetch them, do not fit {of.device} ({free} free): {remedies}"
+    too = "has too few of them for it" if limit == "val_check_interval" else "would have more samples, or no batch"
+    return _LIMITS.get(limit, f"limited by {limit}: with larger batches, an epoch {too}")
+
+
+def _host_remedies(host: HostUse, of: Budget) -> str:
+    more = ("--shm-size gives a container more",) if of is host.shared_budget else host.of_saving
+    return "; ".join((*host.remedies, *more))
+
+
+def part_words(part: str) -> str:
+    """The name of a part for a person: ``"optimizer state"``."""
+    return _PARTS.get(part, part.replace("_", " "))
+
+
+_PARTS = {
+    "prefetched": "prefetched batches",
+    "pinned": "pinned batches",
+    "workers": "worker processes",
+    "offloaded": "activations",
+}
+
+
+class _OfLoaders(Protocol):
+    @property
+    def batch_size(self) -> int: ...
+    @property
+    def loader_batch_sizes(self) -> tuple[int, ...]: ...
+
+
+def batch_sizes(record: _OfLoaders, batch_size: int) -> str:
+    """Write a batch size; of several loaders, all of theirs: ``"8 + 16"``.
+
+    Args:
+        record: the sizes of the loaders.
+        batch_size: the smallest of them, as chosen or as requested: they keep their ratio.
+    """
+    scaled = (str(size * batch_size // record.batch_size) for size in record.loader_batch_sizes)
+    return " + ".join(scaled) or str(batch_size)
+
+
+def prediction_of(decision: Decision) -> tuple[Footprint, Budget]:
+    """The prediction and the budget behind a decision to be shown; of a run that is not tuned, nothing is shown."""
+    assert decision.footprint is not None
+    assert decision.budget is not None
+    return decision.footprint, decision.budget
+
+
+# -- the choice
+
+
 def decide(footprint_at: Callable[[int], Footprint], budget: Budget, request: Request) -> Decision:
-    """Choose the largest batch size whose predicted peak fits the budget.
+    """Choose the largest batch size whose predicted peak fits the budget; one that is kept if it fits, is kept.
 
     Args:
         footprint_at: batch size -> footprint. Peaks grow with the size.
@@ -319,24 +537,40 @@ def decide(footprint_at: Callable[[int], Footprint], budget: Budget, request: Re
             budget,
             limited_by,
             multiple_of=step,
+            was_set=request.was_set,
             requested_accumulate_grad_batches=batches,
         )
 
     if not request.free_to_choose:
         return decided(asked, batches, "checked", "request")
-    lowest, highest, bound = _range(request)
-    if bytes_at(lowest) > budget.usable_bytes:
-        raise _does_not_fit(footprint_at(lowest), budget, request)
-    size = largest = _largest(lowest, highest, step, bytes_at, budget.usable_bytes)
+    fits = request.kept_by is not None and bytes_at(asked) <= budget.usable_bytes
+    allowed = asked <= (request.max_batch_size or asked)
+    if request.kept_by and fits and allowed and request.keep_effective_batch_size is None:
+        return decided(asked, batches, "kept", request.kept_by)
+    lowest, highest, bound = _range(request, fits=fits)
+    any_fits = bytes_at(lowest) <= budget.usable_bytes
+    size = largest = _largest(lowest, highest, step, bytes_at, budget.usable_bytes) if any_fits else lowest
     accumulate = batches
+    shrinks = size < asked and allowed and (request.kept_by or asked <= highest)
+    is_cut = shrinks and footprint_at(min(largest + step, highest) if any_fits else lowest).is_cut
+    if is_cut and verdict(footprint_at(asked), budget) == "unknown":  # a deadline shrinks no batch
+        return replace(decided(asked, batches, "kept", "request"), because=_CUT)
+    if not any_fits:
+        raise _does_not_fit(footprint_at(lowest), budget, request)
     if request.keep_effective_batch_size is not None:
         size, accumulate = _split(largest, request, request.keep_effective_batch_size)
     at_bound: LimitedBy = bound if largest + step > highest else "memory"
     return decided(size, accumulate, "kept" if size == asked else "tuned", at_bound if size == largest else "request")
 
 
-def _range(request: Request) -> tuple[int, int, LimitedBy]:
-    """The smallest and largest size to choose from, both multiples of ``multiple_of``, and what sets the largest."""
+_CUT = "time was up (max_setup_seconds) before captures could tell"
+
+
+def _range(request: Request, *, fits: bool) -> tuple[int, int, LimitedBy]:
+    """The smallest and largest size to choose from, in steps of ``multiple_of``, and what sets the largest.
+
+    ``fits``: whether a batch size that is kept fits; the smallest to choose is no larger than that one.
+    """
     step, lowest, effective = request.multiple_of, request.smallest_batch_size, request.keep_effective_batch_size
     bounds: dict[LimitedBy, int | None] = {
         "memory": _NO_LIMIT,
@@ -345,6 +579,8 @@ def _range(request: Request) -> tuple[int, int, LimitedBy]:
         "max_batch_size": request.max_batch_size,
         "request": None if effective is None else effective // request.ranks,
     }
+    if request.kept_by:
+        lowest, bounds[request.kept_by if fits else "memory"] = min(lowest, request.batch_size), request.batch_size
     highest, bound = min(((most, name) for name, most in bounds.items() if most is not None), key=lambda pair: pair[0])
     if effective is not None and lowest * request.ranks > effective:
         raise MemGuardError(

@@ -6,12 +6,13 @@ import torch
 
 from lightning_memguard.core.device.host import MemoryInfo, or_none
 from lightning_memguard.core.device.nvml import nvml_memory_of, with_index
+from lightning_memguard.core.range import Range
 from lightning_memguard.units import GIB, MIB
 
 # CUDA's context and the libraries that load with it are outside the allocator. Measured on consumer and workstation
 # cards: 107 to 555 MB; on a V100 about 300 MB with lazy loading (CUDA 11.7 and newer), 1343 MB without, which no build
 # of a supported torch has. Used only if there is no device to measure it on.
-CONTEXT_BYTES = (107_000_000, 300_000_000, 555_000_000)
+CONTEXT_BYTES = Range(107_000_000, 300_000_000, 555_000_000)
 
 # More than this outside PyTorch's allocator is not one process's context and libraries (107 to 1343 MB measured).
 _LARGEST_CONTEXT_BYTES = 2 * GIB
@@ -51,7 +52,7 @@ def memory_before_context(device: torch.device) -> MemoryInfo | None:
 
 def context_bytes_between(before: MemoryInfo | None, now: MemoryInfo | None, reserved_bytes: int) -> int:
     """`outside_allocator_bytes`; if unknown, the largest context measured with lazy loading (CUDA 11.7 and on)."""
-    return outside_allocator_bytes(before, now, reserved_bytes)[0] or CONTEXT_BYTES[-1]
+    return outside_allocator_bytes(before, now, reserved_bytes)[0] or CONTEXT_BYTES.high
 
 
 def outside_allocator_bytes(before: MemoryInfo | None, now: MemoryInfo | None, reserved_bytes: int) -> tuple[int, str]:
@@ -93,7 +94,7 @@ _PCIE, _MOST_PCIE = (4, 2), (16, 3)
 _WITH_NVLINK = ((7, 0), (8, 0), (9, 0), (10, 0), (10, 3))  # compute capabilities; such cards come without it too
 
 
-def nccl_bytes(communicators: int, compute_capability: tuple[int, int]) -> tuple[int, int, int]:
+def nccl_bytes(communicators: int, compute_capability: tuple[int, int]) -> Range[int]:
     """Return the bytes that so many communicators take on each of their GPUs: at least, most likely, at most.
 
     A communicator is made by the first collective of a process group. Beyond two nodes it takes no more with more ranks
@@ -102,4 +103,4 @@ def nccl_bytes(communicators: int, compute_capability: tuple[int, int]) -> tuple
     linked = compute_capability in _WITH_NVLINK
     likely, most = (_NVLINK, _MOST_NVLINK) if linked else (_PCIE, _MOST_PCIE)
     least, usual, largest = (channels * each * _CONNECTION_BYTES for channels, each in (_LEAST, likely, most))
-    return communicators * least, communicators * usual, communicators * largest
+    return Range(least, usual, largest).scaled(communicators)

@@ -89,6 +89,7 @@ class Measurement:
         setting: what it ran on.
         predicted_step_seconds: the time of a step, without any correction; 0 if it is not known.
         step_seconds: the time that it took; 0 if it is not known.
+        ran_out: whether the run ended since memory ran out: ``measured_bytes`` is what there was, which was too little.
     """
 
     run: str
@@ -104,6 +105,7 @@ class Measurement:
     setting: Setting
     predicted_step_seconds: float = 0.0
     step_seconds: float = 0.0
+    ran_out: bool = False
 
     @classmethod
     def read(cls, line: str) -> Measurement | None:
@@ -119,7 +121,11 @@ class Measurement:
         seconds = found.predicted_step_seconds, found.step_seconds
         if not ({*map(type, seconds)} <= {int, float} and all(0 <= each < math.inf for each in seconds)):
             return None
-        typed = {*map(type, texts)} == {str} and {*map(type, (*sizes, *others))} == {int}
+        typed = (
+            {*map(type, texts)} == {str}
+            and {type(found.ran_out)} == {bool}
+            and {*map(type, (*sizes, *others))} == {int}
+        )
         return found if typed and min(sizes) > 0 and min(others) >= 0 and max(*sizes, *others) < 1 << 63 else None
 
 
@@ -219,11 +225,18 @@ class Store:
 
 
 def learned_from(measurements: Iterable[Measurement], step: str, where: str = "this GPU") -> Learned:
-    """Return what measurements of a step tell; of each batch size the latest count."""
+    """Return what measurements of a step tell; of each batch size the latest count.
+
+    A run that ran out of memory tells that the step takes more than there was, unless one has run since, or this was
+    predicted.
+    """
     by_size: dict[int, list[Measurement]] = {}
     for each in measurements:
-        if each.step == step:
-            by_size.setdefault(each.batch_size, []).append(each)
+        known = by_size.setdefault(each.batch_size, []) if each.step == step else []
+        known[:] = [other for other in known if not other.ran_out]
+        if not each.ran_out or each.measured_bytes > each.predicted_bytes:
+            known.append(each)
+    by_size = {size: [each for each in known if each.ran_out] or known for size, known in by_size.items() if known}
     sightings = []
     for size, of_size in by_size.items():
         found = sorted(of_size[-_OF_ONE_SIZE:], key=lambda each: each.measured_bytes / each.predicted_bytes)

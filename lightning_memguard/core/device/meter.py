@@ -197,8 +197,13 @@ class ActualSnapshot:
     def save(self, path: Path) -> Path:
         """Write the recording to the file ``path``, and stop it."""
         try:
-            torch.cuda.memory._dump_snapshot(str(path))
+            return save_snapshot_now(path)
         finally:
             if not self._recorded_by_others:
                 torch.cuda.memory._record_memory_history(None, device=self._device)
-        return path
+
+
+def save_snapshot_now(path: Path) -> Path:
+    """Write what the caching allocator of CUDA holds to a file, and its history if that is being recorded."""
+    torch.cuda.memory._dump_snapshot(str(path))
+    return path

@@ -6,13 +6,14 @@ from collections.abc import Iterable
 
 import torch
 
+from lightning_memguard.core.range import Range
 from lightning_memguard.units import MIB
 
 OBJECTS_BYTES = 4 * MIB
 """Objects of Python's, threads, what is first imported meanwhile: 2.7 MiB from `setup` to the second step
 (`benchmarks/overhead.py process`, which gives the figures below as well); the rest is for loggers and validation."""
 
-LESS = (0, 0, OBJECTS_BYTES)
+LESS = Range(0, 0, OBJECTS_BYTES)
 """Bytes counted at the smallest batch size if the full range leaves no room: the process alone refuses no training."""
 
 # MKL's sgemm copies panels of the right-hand matrix into buffers that it keeps (recorded on AVX-512, torch 2.13), and
@@ -22,7 +23,7 @@ _PRODUCTS_BYTES, _LEAST_THREADS = 2 * MIB, 2
 _PANEL_ROWS, _PANEL_COLUMNS = 512, 9984
 
 
-def process_bytes(parameters: Iterable[torch.Tensor], threads: int) -> tuple[int, int, int]:
+def process_bytes(parameters: Iterable[torch.Tensor], threads: int) -> Range[int]:
     """Return the bytes that a training on the CPU takes in addition to its tensors: at least, most likely, at most.
 
     These are Python's objects, threads, and the buffers that matrix products keep. The buffers depend on the matrices;
@@ -33,10 +34,10 @@ def process_bytes(parameters: Iterable[torch.Tensor], threads: int) -> tuple[int
         threads: how many PyTorch computes with.
 
     >>> process_bytes([torch.zeros(1024, 512)], threads=2)
-    (0, 0, 10485760)
+    Range(0, 0, 10485760)
     """
     # Of the forward pass's product with a weight and of the backward pass's.
     known = (each for each in parameters if not torch.nn.parameter.is_lazy(each))
     shapes = (shape for each in known if each.dim() == 2 for shape in (each.shape, each.shape[::-1]))
     panels = (4 * min(rows, _PANEL_ROWS) * min(columns, threads * _PANEL_COLUMNS) for rows, columns in shapes)
-    return 0, 0, OBJECTS_BYTES + max(threads, _LEAST_THREADS) * _PRODUCTS_BYTES + max(panels, default=0)
+    return Range(0, 0, OBJECTS_BYTES + max(threads, _LEAST_THREADS) * _PRODUCTS_BYTES + max(panels, default=0))

@@ -25,6 +25,9 @@ _GPU_SPREAD = 0.5, 1.45
 _GPU_LAUNCH = 5e-6  # seconds of a kernel that does next to nothing
 # For the CPU: 104 of 105 steps of 12 models on two cores of an AMD EPYC.
 _CPU_SPREAD = 0.85, 2.2
+# Bytes a second of 16 lanes of PCI Express in one direction (PCI-SIG: 0.985, 1.969, 3.938 GB/s a lane), by the first
+# compute capability whose GPUs have that generation, in NVIDIA's data sheets.
+_HOST_LINKS = {(9, 0): 63.0e9, (8, 0): 31.5e9, (0, 0): 15.8e9}
 _KINDS = ("float32", "tf32", "float16", "bfloat16", "float64")
 
 
@@ -42,7 +45,8 @@ def gpu_speed(gpu: Gpu, shares: tuple[float, float] = _SHARES) -> Speed | None:
     flops = {kind: peak * of_peak for kind in _KINDS if (peak := gpu.peak_flops(kind))}
     if not flops or not gpu.bandwidth:
         return None
-    return Speed(flops, ((0.0, gpu.bandwidth * of_bandwidth),), _GPU_LAUNCH, _GPU_SPREAD, gpu.link)
+    host_link = next(rate for least, rate in _HOST_LINKS.items() if gpu.compute_capability >= least)
+    return Speed(flops, ((0.0, gpu.bandwidth * of_bandwidth),), _GPU_LAUNCH, _GPU_SPREAD, gpu.link, host_link)
 
 
 @functools.cache

@@ -9,6 +9,7 @@ from __future__ import annotations
 import builtins
 import contextlib
 import ctypes
+import errno
 import gc
 import io
 import logging
@@ -16,11 +17,13 @@ import os
 import pathlib
 import resource
 import signal
+import socket
 import stat
 import struct
 import sys
+import time
 import warnings
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +38,15 @@ _NAMED = """
 """.split()  # noqa: SIM905 - the formatter would put each name on a line of its own
 
 
-def cut_off(parent: int, keep: Collection[int], memory_bytes: int | None) -> None:
+def cut_off(parent: int, keep: Collection[int], memory_bytes: int | None, *, reaches_out: bool = False) -> None:
     """Keep what runs next from changing anything outside of this process.
 
     Args:
         parent: the process that forked this one, and whose end is its end.
         keep: descriptors that stay as they are.
         memory_bytes: what it may take on top of what it has; None for no limit.
+        reaches_out: whether it may write new files and connect to other machines, as to read what is cached or stored
+            there. Files that exist, and services of this machine, stay as they are.
     """
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGALRM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_DFL)
@@ -58,15 +63,15 @@ def cut_off(parent: int, keep: Collection[int], memory_bytes: int | None) -> Non
         if os.getppid() != parent:
             os._exit(1)
         _unshare_memory()
-    _limit(memory_bytes)
     _replace_descriptors(keep)
-    _divert_writes()
-    if _LINUX:
-        _forbid_writes()
+    _divert_writes(new_too=not reaches_out)
+    _refuse_connections(remote_too=not reaches_out)
+    is_restricted = _LINUX and not reaches_out and _forbid_writes()
+    _limit(memory_bytes, may_write=is_restricted or reaches_out)
 
 
-def _limit(memory_bytes: int | None) -> None:
-    limits = {resource.RLIMIT_CORE: 0, resource.RLIMIT_FSIZE: 0}
+def _limit(memory_bytes: int | None, *, may_write: bool) -> None:
+    limits = {resource.RLIMIT_CORE: 0} | ({} if may_write else {resource.RLIMIT_FSIZE: 0})
     if memory_bytes is not None and _LINUX:
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         limits[resource.RLIMIT_AS] = pages * resource.getpagesize() + memory_bytes
@@ -80,7 +85,10 @@ def _limit(memory_bytes: int | None) -> None:
 
 
 def _replace_descriptors(keep: Collection[int]) -> None:
-    """Open files that are read again, with offsets of their own; lead what could be written to the null device."""
+    """Open files that are read again, with offsets of their own; lead all others to the null device.
+
+    A file that is read and written, as a database is, becomes a copy of its own; a large one can only be read.
+    """
     null = os.open(os.devnull, os.O_RDWR)
     for path in list(Path("/proc/self/fd" if _LINUX else "/dev/fd").iterdir()):
         descriptor = int(path.name)
@@ -95,17 +103,25 @@ def _replace(descriptor: int, null: int) -> None:
     import fcntl
 
     status = os.fstat(descriptor)
-    reads = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+    reads = flags & os.O_ACCMODE != os.O_WRONLY and not flags & os.O_APPEND
     if stat.S_ISDIR(status.st_mode) or (stat.S_ISCHR(status.st_mode) and os.major(status.st_rdev) == _MEMORY_DEVICES):
         return
     if reads and stat.S_ISREG(status.st_mode):
         with contextlib.suppress(OSError):
-            again = os.open(_path_of(descriptor), os.O_RDONLY)
+            is_copied = _LINUX and flags & os.O_ACCMODE == os.O_RDWR and status.st_size <= _MOST_COPIED
+            again = _copy_of(descriptor, status.st_size) if is_copied else os.open(_path_of(descriptor), os.O_RDONLY)
             os.lseek(again, os.lseek(descriptor, 0, os.SEEK_CUR), os.SEEK_SET)
             os.dup2(again, descriptor)
             os.close(again)
             return
     os.dup2(null, descriptor)
+
+
+def _copy_of(descriptor: int, nbytes: int) -> int:
+    copied = os.memfd_create("memguard")
+    os.write(copied, os.pread(descriptor, nbytes, 0))
+    return copied
 
 
 def _path_of(descriptor: int) -> str | bytes:
@@ -154,27 +170,65 @@ def _libc() -> ctypes.CDLL:
 # -- files and processes, by name
 
 
-def _divert_writes() -> None:
-    """Have Python open the null device for writing, and ignore calls that make, move, remove or signal something."""
+def _divert_writes(*, new_too: bool) -> None:
+    """Have Python open the null device for writing, and ignore calls that make, move, remove or signal something.
+
+    Unless new files are meant ``too``, those are written that did not exist when this was called.
+    """
     open_file: Any = io.open
     open_descriptor: Any = os.open
+    is_ours = _made_since(time.time()) if not new_too else lambda _: False
 
     def open_(file: object, mode: str = "r", *args: object, opener: object = None, **kwargs: object) -> Any:
-        if isinstance(file, int) or not {*mode} & {*"wax+"}:
+        if isinstance(file, int) or not {*mode} & {*"wax+"} or is_ours(file):
             return open_file(file, mode, *args, opener=opener, **kwargs)
         return open_file(os.devnull, mode.replace("x", "w"), *args, **kwargs)
 
     def os_open(path: object, flags: int, *args: object, **kwargs: object) -> Any:
-        return (
-            open_descriptor(os.devnull, os.O_RDWR) if flags & _WRITES else open_descriptor(path, flags, *args, **kwargs)
-        )
+        if flags & _WRITES and not is_ours(path):
+            return open_descriptor(os.devnull, os.O_RDWR)
+        return open_descriptor(path, flags, *args, **kwargs)
+
+    def of_ours(function: Any) -> Any:
+        return lambda *paths, **how: function(*paths, **how) if paths and all(map(is_ours, paths[:2])) else None
 
     builtins.open = io.open = open_
     os.open = os_open
     for home in (os, getattr(pathlib, "_NormalAccessor", None)):  # where Python 3.10's paths keep the same functions
         for name in _NAMED:
             if hasattr(home, name):
-                setattr(home, name, lambda *_, **__: None)
+                setattr(home, name, of_ours(getattr(home, name)))
+
+
+def _made_since(begun: float) -> Callable[[object], bool]:
+    """Return a function that says whether a path is of this process's own making, or is still to be made."""
+    status_of = os.stat
+
+    def is_ours(path: Any) -> bool:
+        if isinstance(path, (bool, int)):  # a mode, or a descriptor
+            return path >= 0 and not isinstance(path, bool)
+        try:
+            return status_of(path).st_ctime >= begun
+        except (OSError, TypeError, ValueError):
+            return isinstance(path, (str, bytes, os.PathLike))
+
+    return is_ours
+
+
+def _refuse_connections(*, remote_too: bool) -> None:
+    """Have Python's sockets refuse to connect to services of this machine, whose state would move; or to any."""
+
+    def refusing(connect: Any) -> Any:
+        def call(self: socket.socket, address: Any) -> Any:
+            host = str(address[0]) if isinstance(address, tuple) and address else ""
+            if remote_too or not host or host == "localhost" or host.startswith(("127.", "::", "0.")):
+                raise PermissionError(errno.EACCES, "MemGuard lets a copy of this process connect to no such service")
+            return connect(self, address)
+
+        return call
+
+    changed: Any = socket.socket
+    changed.connect, changed.connect_ex = refusing(changed.connect), refusing(changed.connect_ex)
 
 
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446  # Landlock's system calls, alike on all architectures
@@ -183,24 +237,28 @@ _CHANGES = _WRITE_FILE | sum(1 << bit for bit in range(4, 13))  # removing and m
 _BIND_AND_CONNECT, _SCOPES = 3, 3  # TCP; abstract sockets and signals to processes outside
 
 
-def _forbid_writes() -> None:
+def _forbid_writes() -> bool:
     """Have the kernel, if it has Landlock, refuse writes, new files, connections and signals of code in C.
 
-    See docs.kernel.org/userspace-api/landlock.html. An older kernel refuses less; `RLIMIT_FSIZE` then keeps files
-    from growing.
+    See docs.kernel.org/userspace-api/landlock.html. An older kernel refuses less, or nothing: then `RLIMIT_FSIZE` keeps
+    files from growing.
+
+    Returns:
+        Whether writes are refused.
     """
     libc = _libc()
     version = libc.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), 1)
     if version < 1:
-        return
+        return False
     changes = _CHANGES | (_TRUNCATE if version >= 3 else 0)
     wanted = struct.pack("QQQ", changes, _BIND_AND_CONNECT, _SCOPES)[: 8 if version < 4 else 16 if version < 6 else 24]
     ruleset = libc.syscall(_CREATE_RULESET, wanted, ctypes.c_size_t(len(wanted)), 0)
     if ruleset < 0:
-        return
+        return False
     null = os.open(os.devnull, os.O_RDWR)
     allowed = struct.pack("=Qi", changes & (_WRITE_FILE | _TRUNCATE), null)
     libc.syscall(_ADD_RULE, ruleset, 1, allowed, 0)
     libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    libc.syscall(_RESTRICT_SELF, ruleset, 0)
+    failed = libc.syscall(_RESTRICT_SELF, ruleset, 0)
     os.close(ruleset)
+    return not failed

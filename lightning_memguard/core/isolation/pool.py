@@ -59,6 +59,7 @@ class Children(Generic[Request, Value]):
         begin: what each child does first.
         trusted: whether the function only does what is ours. Such a child may have children, and all the time that it
             works or waits for them.
+        reaches_out: whether it may write new files and connect to other machines.
         while_waiting: called several times a second while an answer is waited for.
         deadline: the moment (of `time.monotonic`) at which all children are ended. Requests without an answer are then
             lost, and so are new ones.
@@ -71,6 +72,7 @@ class Children(Generic[Request, Value]):
         *,
         begin: Callable[[], object] = lambda: None,
         trusted: bool = False,
+        reaches_out: bool = False,
         while_waiting: Callable[[], object] = lambda: None,
         deadline: float = math.inf,
     ) -> None:
@@ -79,6 +81,7 @@ class Children(Generic[Request, Value]):
         self._while_waiting = while_waiting
         self._begin = begin
         self._trusted = trusted
+        self._reaches_out = reaches_out
         self._most = most or processors()
         self._children: list[_Child] = []
         self._waiting: deque[Request] = deque()
@@ -145,7 +148,7 @@ class Children(Generic[Request, Value]):
         try:
             free = available_memory()
             memory_bytes = free.free_bytes // self._most if free else None
-            child = _Child(self._serve, memory_bytes, trusted=self._trusted)
+            child = _Child(self._serve, memory_bytes, trusted=self._trusted, reaches_out=self._reaches_out)
         except OSError as error:
             if not self._children:
                 lost = Answer[Value](lost=str(error), here=True)
@@ -182,7 +185,12 @@ class _Child:
     """One child, seen from its parent. ``request`` is what it works on, or worked on last."""
 
     def __init__(
-        self, serve: Callable[[Connection, Connection], None], memory_bytes: int | None, *, trusted: bool
+        self,
+        serve: Callable[[Connection, Connection], None],
+        memory_bytes: int | None,
+        *,
+        trusted: bool,
+        reaches_out: bool,
     ) -> None:
         parent, state = os.getpid(), random.getstate()
         asked, self._requests = Pipe(duplex=False)
@@ -195,8 +203,9 @@ class _Child:
         self._process = _fork()
         if not self._process:
             try:
-                cut_off(parent, (asked.fileno(), answers.fileno()), memory_bytes)
+                cut_off(parent, (asked.fileno(), answers.fileno()), memory_bytes, reaches_out=reaches_out)
                 random.setstate(state)  # which Python sets anew after a fork
+                _note_reach(out=reaches_out)
                 serve(asked, answers)
             finally:
                 os._exit(1)
@@ -304,8 +313,18 @@ def processors() -> int:
 # -- in the child
 
 _beats_to: Connection | None = None  # None in a process whose parent waits for no sign of life
-_is_trusted = False
+_is_trusted = _reaches_out = False
 _next_beat = 0.0
+
+
+def _note_reach(*, out: bool) -> None:
+    global _reaches_out  # noqa: PLW0603
+    _reaches_out = out
+
+
+def reaches_out() -> bool:
+    """Whether this process is a child that may write new files and connect to other machines."""
+    return _reaches_out
 
 
 def can_fork() -> bool:
@@ -316,6 +335,11 @@ def can_fork() -> bool:
 def in_child() -> bool:
     """Whether this process is a child of a pool that is not trusted."""
     return _beats_to is not None and not _is_trusted
+
+
+def is_forked() -> bool:
+    """Whether this process is a child of a pool: what it does in memory ends with it."""
+    return _beats_to is not None
 
 
 def beat() -> None:

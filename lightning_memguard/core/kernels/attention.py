@@ -14,10 +14,10 @@ import torch
 from lightning_memguard.core.kernels.arguments import Call, CudaCall, Rules, after, dimensions
 from lightning_memguard.core.kernels.cuda_reductions import reduction
 from lightning_memguard.core.kernels.layout import TensorLayout, copy_bytes, is_half
+from lightning_memguard.core.range import Range
 from lightning_memguard.core.trace.scratch import (
     FLOAT,
     NONE,
-    ByteRange,
     CpuTarget,
     CudaTarget,
     Scratch,
@@ -186,7 +186,7 @@ def _cudnn_forward(call: CudaCall) -> Scratch:
     cuDNN does not document it. A fused kernel needs none; at most it keeps its result in float32 once.
     """
     query, value = call["query"], call["value"]
-    return after((ByteRange(0, 0, math.prod(query.shape[:3]) * value.shape[-1] * FLOAT),))
+    return after((Range(0, 0, math.prod(query.shape[:3]) * value.shape[-1] * FLOAT),))
 
 
 @RULES.of("_scaled_dot_product_cudnn_attention_backward")
@@ -204,7 +204,7 @@ def _cudnn_backward(call: CudaCall) -> Scratch:
     if not heads == key.shape[1] == value.shape[1]:
         point += for_every_head * query.element_size()
     copy = 0 if grad.stride(-1) == 1 else nbytes(grad)
-    return after((copy, ByteRange(sums, point, sums + sums * width + for_every_head * FLOAT)))
+    return after((copy, Range(sums, point, sums + sums * width + for_every_head * FLOAT)))
 
 
 # -- plain operators, on the CPU as on CUDA

@@ -15,7 +15,8 @@ from lightning_memguard.core.kernels.layout import (
     is_ordered,
     suggests_channels_last,
 )
-from lightning_memguard.core.trace.scratch import NONE, Block, ByteRange, CudaTarget, Scratch, Tensor, nbytes
+from lightning_memguard.core.range import Range
+from lightning_memguard.core.trace.scratch import NONE, Block, CudaTarget, Plans, Scratch, Tensor, nbytes
 
 RULES = Rules[CudaTarget]()
 
@@ -63,7 +64,7 @@ def _workspace(operation: cudnn.Operation, call: CudaCall) -> Block:
         most = point  # measured runs with such a version took no copies for narrow products
     if gpu.compute_capability < cudnn.FIRST_CAPABILITY:  # measured runs on a V100 took 10 to 18 % more than without any
         most = max(most, cudnn.tensors_bytes(question))
-    return ByteRange(0, point, most, plans) if most else 0
+    return Plans(Range(0, point, most), plans) if most else 0
 
 
 _TRANSPOSED: dict[cudnn.Operation, cudnn.Operation] = {"forward": "input", "input": "forward", "weight": "weight"}

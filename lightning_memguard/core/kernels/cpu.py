@@ -21,7 +21,8 @@ from lightning_memguard.core.kernels.layout import (
     steps_of,
     transposing_tile_bytes,
 )
-from lightning_memguard.core.trace.scratch import FLOAT, NONE, ByteRange, CpuTarget, Scratch, Tensor, nbytes, up
+from lightning_memguard.core.range import Range
+from lightning_memguard.core.trace.scratch import FLOAT, NONE, CpuTarget, Scratch, Tensor, nbytes, up
 
 RULES = Rules[CpuTarget]()
 
@@ -343,7 +344,7 @@ def _attention_backward(call: CpuCall) -> Scratch:
     if not is_half(query):
         return Scratch(after=(copy + tiles,))
     product = _gradient_products(call, rows, columns)
-    alike = ByteRange(product, threads * product, threads * product) if threads > 1 and product else product
+    alike = Range(product, threads * product, threads * product) if threads > 1 and product else product
     return after((copy, tiles, threads * rows * columns * 2 * size, alike))
 
 

@@ -17,7 +17,8 @@ from lightning_memguard.core.kernels.layout import (
     is_non_overlapping_and_dense,
     steps_of,
 )
-from lightning_memguard.core.trace.scratch import NONE, ByteRange, CudaTarget, Scratch, Tensor, nbytes
+from lightning_memguard.core.range import Range
+from lightning_memguard.core.trace.scratch import NONE, CudaTarget, Scratch, Tensor, nbytes
 
 RULES = Rules[CudaTarget]()
 
@@ -218,7 +219,7 @@ def _fft(call: CudaCall) -> Scratch:
     x = call["self"]
     size = max(nbytes(x), nbytes(call.result))
     copy = nbytes(x) if "last_dim_size" in call.arguments else 0  # cuFFT would write over it
-    return after((copy, ByteRange(0, size, 2 * size))) if size else NONE
+    return after((copy, Range(0, size, 2 * size))) if size else NONE
 
 
 # -- copies between devices

@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 from lightning_memguard.core.kernels.arguments import CudaCall, Rules, after, dimension, moments, operands
 from lightning_memguard.core.kernels.layout import LONG, accumulator_bytes, broadcast_numel, copies_of, copy_bytes
 from lightning_memguard.core.kernels.sorting import radix_sort, reduce_all, scan, select
-from lightning_memguard.core.trace.scratch import FLOAT, NONE, Block, ByteRange, CudaTarget, Scratch, Tensor, nbytes
+from lightning_memguard.core.range import Range
+from lightning_memguard.core.trace.scratch import FLOAT, NONE, Block, CudaTarget, Scratch, Tensor, nbytes
 
 RULES = Rules[CudaTarget]()
 
@@ -137,7 +138,7 @@ def _masked(x: Tensor, indices: Sequence[Tensor], gpu: CudaTarget, chosen: int |
     for mask in masks:
         counted, copied = _nonzero_blocks(mask.numel(), gpu)
         places = mask.numel() * mask.dim() * LONG
-        size: Block = ByteRange(0, places // 2, places) if chosen is None else chosen * mask.dim() * LONG
+        size: Block = Range(0, places // 2, places) if chosen is None else chosen * mask.dim() * LONG
         before += [(*held, copy_bytes(mask), *counted), (*held, copy_bytes(mask), size, *copied)]
         held = (*held, size)
     return Scratch(before=moments(before), after=moments((held,)))

@@ -15,7 +15,8 @@ from lightning_memguard.core.kernels.layout import (
     is_non_overlapping_and_dense,
     is_ordered,
 )
-from lightning_memguard.core.trace.scratch import FLOAT, NONE, Block, ByteRange, CudaTarget, Scratch, nbytes, up
+from lightning_memguard.core.range import Range
+from lightning_memguard.core.trace.scratch import FLOAT, NONE, Block, CudaTarget, Scratch, likely_bytes, nbytes, up
 
 RULES = Rules[CudaTarget]()
 
@@ -55,7 +56,7 @@ def radix_sort(count: int, key: int, value: int, gpu: CudaTarget, bits: int | No
     if not tile:
         spine = 5 * (128 if key > 1 else 32) * LONG * gpu.multiprocessors  # `InvokePasses`: digits of each block
         buffers = aliased(count * key, count * value)
-        return ByteRange(buffers + spine, buffers + 4 * spine, buffers + 8 * spine)
+        return Range(buffers + spine, buffers + 4 * spine, buffers + 8 * spine)
     second = count if passes > 1 else 0
     portion = _RADIX_PORTION // tile * tile
     portions = -(-count // portion)
@@ -84,7 +85,7 @@ def reduce_all(count: int, gpu: CudaTarget) -> Block:
     if count <= 4096:
         return 1 if count else 0
     each = 5 * FLOAT * gpu.multiprocessors
-    return ByteRange(each, 4 * each, 8 * each)
+    return Range(each, 4 * each, 8 * each)
 
 
 # -- the rules
@@ -132,9 +133,7 @@ def _topk(call: CudaCall) -> Scratch:
     ordered: tuple[Block, ...] = ()
     if chosen > 4096 and call["sorted"]:
         sorts = _sorts(rows, chosen, x.element_size(), call.target)
-        most = max(
-            sorts, key=lambda blocks: sum(each.point if isinstance(each, ByteRange) else each for each in blocks)
-        )
+        most = max(sorts, key=lambda blocks: sum(map(likely_bytes, blocks)))
         ordered = (nbytes(result), result.numel() * LONG, *most)
     return after((copy_bytes(x), *_topk_counts(rows, length, x.element_size(), call.target)), ordered)
 

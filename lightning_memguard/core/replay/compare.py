@@ -100,14 +100,18 @@ def compare(predicted: History, actual: History) -> Comparison:
 
     Args:
         predicted: of `lightning_memguard.core.replay.snapshot.save_snapshot`, or any other.
-        actual: as recorded.
+        actual: as recorded; if it has no entries, the blocks that it holds are compared with those at our peak.
     """
     ours, theirs = (_Step.of(history, _last_step(history)) for history in (predicted, actual))
-    mine, yours = len(ours.requests), len(theirs.requests)
-    pairs, (first, last), (first_of_theirs, last_of_theirs) = _matched(
-        [each.nbytes for each in ours.requests], [each.nbytes for each in theirs.requests]
-    )
-    ours, theirs = ours.only(first, last), theirs.only(first_of_theirs, last_of_theirs)
+    if not actual.entries:
+        ours, theirs = ours.held_at_peak, theirs.held_at_peak
+    sizes = [each.nbytes for each in ours.requests], [each.nbytes for each in theirs.requests]
+    mine, yours = map(len, sizes)
+    if actual.entries:
+        pairs, (first, last), (first_of_theirs, last_of_theirs) = _matched(*sizes)
+        ours, theirs = ours.only(first, last), theirs.only(first_of_theirs, last_of_theirs)
+    else:
+        pairs = aligned(*sizes)
     found = _differences(ours, theirs, pairs)
     return Comparison(
         predicted_requests=len(ours.requests),
@@ -132,7 +136,8 @@ def compare_files(predicted: str | os.PathLike[str], actual: str | os.PathLike[s
     Raises:
         MemGuardError: the recorded one is given first; see also `read_histories`.
     """
-    ours, theirs = (max(read_histories(path), key=lambda each: len(each.entries)) for path in (predicted, actual))
+    ours = max(read_histories(predicted), key=lambda each: len(each.entries))
+    theirs = max(read_histories(actual, held=True), key=lambda each: (len(each.entries), each.start_bytes))
     if theirs.predicted and not ours.predicted:
         raise MemGuardError(
             f"{actual} was predicted and {predicted} was recorded; swap them: the predicted one is first."
@@ -180,6 +185,14 @@ class _Step:
         first = self.requests[begin].begin if begin < len(self.requests) else 0
         earlier = [each for each in (*self.held, *self.requests[:begin]) if each.end >= first]
         return _Step(self.requests[begin:end], earlier, self.reserved)
+
+    @property
+    def held_at_peak(self) -> _Step:
+        """Those that are alive at the peak, as requests by size: the order in which they came is not known."""
+        alive = [each for each in (*self.held, *self.requests) if not self.requests or self.at_peak(each)]
+        ordered = sorted(alive, key=lambda each: -each.nbytes)
+        most = max(self.reserved)
+        return _Step([each._replace(begin=0, end=_NEVER) for each in ordered], [], (most, most))
 
     @property
     def reserved_bytes(self) -> int:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
+from lightning_memguard.core.range import NOTHING, Range
 from lightning_memguard.core.replay.replay import Replay, within_capacity
-from lightning_memguard.core.replay.seconds import Seconds, Timing
+from lightning_memguard.core.replay.seconds import Timing
 from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.core.replay.snapshot import save_snapshot
 from lightning_memguard.core.shown import Shown
@@ -44,6 +47,42 @@ class Peak:
         return Peak(*(figure + nbytes for figure in astuple(self)))
 
 
+DoubtKind = Literal[
+    "unknown blocks",
+    "process",
+    "cache",
+    "values",
+    "epochs",
+    "draws",
+    "least results",
+    "unchecked",
+    "one draw",
+    "later epochs",
+    "workers",
+    "measurements",
+]
+
+
+@dataclass(frozen=True)
+class Doubt:
+    """Why a peak is not known exactly, and what else it may be; a footprint's range holds all of its doubts.
+
+    ``unknown blocks``: the size of some blocks. ``process``: what is outside the allocator. ``cache``: what it caches.
+    ``values``: the batches drawn differ. ``epochs``: their largest batches do. ``draws``: the step draws sizes.
+    ``least results``: how large results are. ``unchecked``: no capture has shown how the step grows to this size.
+    ``one draw``: no capture had other values. ``later epochs``: more of the model may be trained. ``workers``: what
+    their processes take. ``measurements``: what runs like it have taken.
+    """
+
+    kind: DoubtKind
+    peaks: tuple[Peak, ...]
+
+    def plus(self, least: int, most: int) -> Doubt:
+        """The doubt if a block of such a size is always allocated."""
+        low, high = Peak.extreme(self.peaks, min), Peak.extreme(self.peaks, max)
+        return Doubt(self.kind, (low.plus(least), high.plus(most)))
+
+
 @dataclass(frozen=True)
 class Footprint(Shown):
     """The memory of a training step at one batch size, in bytes.
@@ -61,8 +100,7 @@ class Footprint(Shown):
         operator: the torch operator at the peak.
         method: how it was obtained, see `lightning_memguard.core.trace.trace.Method`.
         notes: assumptions, in plain words.
-        low: the least that the peak may be, never above it; None if it is known exactly, which a cache's never is.
-        high: the most, never below it.
+        doubts: why the peak is not known exactly, and what else it may be; empty if it is, which a cache's never is.
         yielding_bytes: how much of ``high`` gives way when memory runs short: what the allocator has cached, and
             workspaces for which PyTorch then takes another plan of cuDNN. A budget is compared with what is left.
         trace: the events it was computed from, if they were kept, as `estimate` does.
@@ -85,8 +123,7 @@ class Footprint(Shown):
     operator: str = ""
     method: Method = "fake"
     notes: tuple[str, ...] = ()
-    low: Peak | None = None
-    high: Peak | None = None
+    doubts: tuple[Doubt, ...] = ()
     yielding_bytes: int = 0
     trace: Trace | None = field(default=None, repr=False, compare=False)
     settings: AllocatorSettings | None = field(default=None, repr=False, compare=False)
@@ -97,7 +134,7 @@ class Footprint(Shown):
     seconds_ratio: float = 1.0
 
     @property
-    def step_seconds(self) -> Seconds | None:
+    def step_seconds(self) -> Range[float] | None:
         """Seconds of an optimizer step, all its batches included: at least, most likely, at most.
 
         A roofline (`lightning_memguard.core.replay.seconds`) from what the operators compute and move, and the peaks
@@ -106,7 +143,7 @@ class Footprint(Shown):
         How far off it is: docs/accuracy.
         """
         step = self.timing.step if self.timing else None
-        return step and step.times(self.seconds_ratio)
+        return step and step.scaled(self.seconds_ratio)
 
     @property
     def peak(self) -> Peak:
@@ -114,19 +151,35 @@ class Footprint(Shown):
         return Peak(self.peak_allocated_bytes, self.peak_reserved_bytes, self.peak_device_bytes)
 
     @property
-    def lowest(self) -> Peak:
-        """`low`, or the peak if that is known exactly."""
-        return self.low or self.peak
+    def low(self) -> Peak | None:
+        """The least that the peak may be, never above it; None if it is known exactly."""
+        return self.lowest if self.doubts else None
 
     @property
+    def high(self) -> Peak | None:
+        """The most, never below it; None if it is known exactly."""
+        return self.highest if self.doubts else None
+
+    @functools.cached_property
+    def lowest(self) -> Peak:
+        """`low`, or the peak if that is known exactly."""
+        least = Peak.extreme((self.peak, *(peak for doubt in self.doubts for peak in doubt.peaks)), min)
+        return Peak(*(max(0, figure) for figure in astuple(least)))
+
+    @functools.cached_property
     def highest(self) -> Peak:
         """`high`, or the peak if that is known exactly."""
-        return self.high or self.peak
+        return Peak.extreme((self.peak, *(peak for doubt in self.doubts for peak in doubt.peaks)), max)
 
     @property
     def most_device_bytes(self) -> int:
         """Bytes compared with a budget: `peak_device_bytes`, or `high` without `yielding_bytes` if that is more."""
         return max(self.peak_device_bytes, self.highest.device_bytes - self.yielding_bytes)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the deadline left out captures that would have told more."""
+        return any(doubt.kind in ("unchecked", "one draw") for doubt in self.doubts)
 
     @property
     def is_partial(self) -> bool:
@@ -143,28 +196,26 @@ class Footprint(Shown):
         """Whether the peak is in validation, test or prediction."""
         return self.phase in ("validation", "test", "prediction")
 
-    def widened(self, *peaks: Peak, note: str = "") -> Footprint:
-        """The footprint if its peak may also be one of these: `low` is never above the likely peak, `high` never below.
+    def doubted(self, kind: DoubtKind, *peaks: Peak, note: str = "") -> Footprint:
+        """The footprint if its peak may also be one of these. Every range is made of such doubts."""
+        notes = (*self.notes, note) if note else self.notes
+        return replace(self, doubts=(*self.doubts, Doubt(kind, peaks)), notes=notes)
 
-        Every range is made here, apart from what `plus` shifts.
-        """
-        all_peaks = self.peak, self.lowest, self.highest, *peaks
-        low, high = (Peak.extreme(all_peaks, of) for of in (min, max))
-        return replace(self, low=low, high=high, notes=(*self.notes, note) if note else self.notes)
+    def plus(self, nbytes: int, part: str) -> Footprint:
+        """The footprint with a block that is always allocated."""
+        return self.plus_range(Range.exactly(nbytes), part)
 
-    def plus(self, nbytes: int, part: str, least_bytes: int | None = None, most_bytes: int | None = None) -> Footprint:
-        """The footprint with a block that is always allocated, or with memory of which only a range is known."""
-        least, most = nbytes if least_bytes is None else least_bytes, nbytes if most_bytes is None else most_bytes
-        ranged = self if least == most else self.widened()  # with `low` and `high`
-        allocated, reserved, device = astuple(self.peak.plus(nbytes))
+    def plus_range(self, nbytes: Range[int], part: str) -> Footprint:
+        """The footprint with memory of a part that is always allocated."""
+        doubts = self.doubts if nbytes.is_exact else (*self.doubts, Doubt("workers", (self.peak,)))
+        allocated, reserved, device = astuple(self.peak.plus(nbytes.likely))
         return replace(
             self,
             peak_allocated_bytes=allocated,
             peak_reserved_bytes=reserved,
             peak_device_bytes=device,
-            parts={**self.parts, part: self.parts.get(part, 0) + nbytes},
-            low=ranged.low and ranged.low.plus(least),
-            high=ranged.high and ranged.high.plus(most),
+            parts={**self.parts, part: self.parts.get(part, 0) + nbytes.likely},
+            doubts=tuple(doubt.plus(nbytes.low, nbytes.high) for doubt in doubts),
         )
 
     def save_snapshot(self, path: str | os.PathLike[str]) -> Path:
@@ -193,16 +244,15 @@ class Footprint(Shown):
         return max(self.parts, key=lambda part: self.parts[part]) if self.parts else ""
 
 
-def footprint(trace: Trace, settings: AllocatorSettings, context_bytes: int | tuple[int, int, int] = 0) -> Footprint:
+def footprint(trace: Trace, settings: AllocatorSettings, context_bytes: Range[int] = NOTHING) -> Footprint:
     """Replay a trace and add the memory outside the allocator.
 
     Args:
         trace: the events of the step, in bytes requested.
         settings: the rules of the allocator to replay by.
-        context_bytes: what the process takes on its device outside the allocator (CUDA's context and libraries); if
-            it was not measured: at least, most likely, at most.
+        context_bytes: what the process takes on its device outside the allocator (CUDA's context and libraries).
     """
-    least, likely, most = context_bytes if isinstance(context_bytes, tuple) else (context_bytes,) * 3
+    least, likely, most = context_bytes
     result = _replay(trace, "point", settings)
     at = result.peak_event
     shown = (*PARTS, *(part for part in OPTIONAL_PARTS if part in result.parts))
@@ -224,13 +274,14 @@ def footprint(trace: Trace, settings: AllocatorSettings, context_bytes: int | tu
         return found
     replays = [result, *(_replay(trace, case, settings) for case in cases)]
     peaks = [(each.peak_allocated_bytes, each.peak_reserved_bytes) for each in replays]
-    found = found.widened(*(Peak(*peak, peak[1] + outside) for peak in peaks for outside in (least, most)))
+    kind: DoubtKind = "unknown blocks" if cases else "process"
+    found = found.doubted(kind, *(Peak(*peak, peak[1] + outside) for peak in peaks for outside in (least, most)))
     firm = max(result.peak_reserved_bytes, _firm_bytes(trace, result, replays[-1], settings))
     if settings.kind == "cuda":  # which may cache less or more, as a few blocks elsewhere make it do
         less, more = (int(share * found.peak_allocated_bytes) for share in (LESS_CACHED, MORE_CACHED))
         if settings.capacity_bytes is not None:
             more = min(more, max(0, settings.capacity_bytes - found.highest.reserved_bytes))
-        found = found.widened(found.lowest.fragmented(-less), found.highest.fragmented(more))
+        found = found.doubted("cache", found.lowest.fragmented(-less), found.highest.fragmented(more))
     return replace(found, yielding_bytes=found.highest.reserved_bytes - firm)
 
 

@@ -133,13 +133,14 @@ _MOST_BYTES = 1 << 48  # of a request or a segment
 _MOST_TEXT = 1000  # characters of a file's or a function's name
 
 
-def read_histories(path: str | os.PathLike[str]) -> tuple[History, ...]:
+def read_histories(path: str | os.PathLike[str], *, held: bool = False) -> tuple[History, ...]:
     """Read a memory snapshot: a history for each device that has one.
 
     Args:
         path: a pickle of ``torch.cuda.memory._dump_snapshot`` or ``guard.save_snapshot``, or the same as JSON
             (``.json``, ``.json.gz``) with entries ``[action, addr, size, stream, index into frames]`` and a table
             ``frames``. No class is ever loaded from it.
+        held: a device that holds blocks and has no history counts too, without entries.
 
     Raises:
         MemGuardError: the file cannot be read, is not such a snapshot, or asks for a class.
@@ -148,7 +149,7 @@ def read_histories(path: str | os.PathLike[str]) -> tuple[History, ...]:
     try:
         content = _content(source)
         snapshot = json.loads(content) if content[:1] == b"{" else pickles.loads(content)
-        histories = _histories_in(snapshot, len(content))
+        histories = _histories_in(snapshot, len(content), held=held)
     except MemGuardError as error:
         raise MemGuardError(f"{source} was not read: {error}") from None
     except Exception as error:
@@ -175,25 +176,28 @@ def _content(source: Path) -> bytes:
     return content
 
 
-def _histories_in(snapshot: object, nbytes: int) -> tuple[History, ...]:
+def _histories_in(snapshot: object, nbytes: int, *, held: bool) -> tuple[History, ...]:
     if not isinstance(snapshot, Mapping) or "segments" not in snapshot or "device_traces" not in snapshot:
         raise MemGuardError("it is not what torch.cuda.memory._dump_snapshot writes.")
     lists = (*snapshot["device_traces"], *(each["blocks"] for each in snapshot["segments"]))
     if sum(map(len, (*lists, *(snapshot.get("frames") or ())))) > nbytes:
         raise MemGuardError("it repeats its own parts more often than it has bytes, which a memory snapshot does not.")
-    return tuple(histories_of(snapshot))
+    return tuple(histories_of(snapshot, held=held))
 
 
-def histories_of(snapshot: Mapping[str, Any]) -> Iterator[History]:
-    """The histories in what ``torch.cuda.memory._snapshot()`` returns, one for each device that has one."""
+def histories_of(snapshot: Mapping[str, Any], *, held: bool = False) -> Iterator[History]:
+    """The histories in what ``torch.cuda.memory._snapshot()`` returns, one for each device that has one.
+
+    ``held``: a device that holds blocks and has no history counts too.
+    """
     stacks = _Stacks(snapshot.get("frames"))
     settings = _settings(snapshot.get("allocator_settings") or {})
     for device, trace in enumerate(snapshot["device_traces"]):
         entries = [_entry(entry, stacks) for entry in trace]
         known = tuple(entry for entry in entries if entry.action in _ACTIONS)
-        if not known:
-            continue
         segments = [segment for segment in snapshot["segments"] if segment.get("device", 0) == device]
+        if not known and not (held and segments):
+            continue
         if any(tuple(segment.get("segment_pool_id", (0, 0))) != (0, 0) for segment in segments):
             raise MemGuardError("it has private pools (CUDA graphs, torch.cuda.MemPool), which are not replayed.")
         end = [_segment(segment, stacks) for segment in segments]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from lightning_memguard.core.replay.footprint import Footprint, Peak
+from lightning_memguard.core.replay.footprint import Doubt, Footprint, Peak
 
 # Distances, in doublings of the batch size, up to which a measurement is trusted wholly and at all, and half the width
 # of the range near it. They were chosen on published runs of half of the models (`benchmarks/shared/lives.py`): beyond
@@ -69,8 +69,7 @@ class Learned:
         times = sorted(each.seconds_ratio for each in used if each.seconds_ratio)
         return replace(
             _with_peak(footprint, peak),
-            low=_moved(footprint.lowest, low),
-            high=_moved(footprint.highest, high),
+            doubts=(Doubt("measurements", (_moved(footprint.lowest, low), _moved(footprint.highest, high))),),
             yielding_bytes=min(footprint.yielding_bytes, high - peak),
             correction_bytes=peak - before,
             seconds_ratio=times[len(times) // 2] if times else 1.0,

@@ -10,21 +10,9 @@ import bisect
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
-from lightning_memguard.core.trace.work import COMMUNICATION, CONVOLUTION, Work
-
-
-class Seconds(NamedTuple):
-    """A time in seconds: at least, most likely, at most."""
-
-    low: float
-    likely: float
-    high: float
-
-    def times(self, factor: float) -> Seconds:
-        """Each of the three, times a factor."""
-        return Seconds(*(factor * each for each in self))
+from lightning_memguard.core.range import Range
+from lightning_memguard.core.trace.work import COMMUNICATION, CONVOLUTION, TRANSFER, Work
 
 
 @dataclass(frozen=True)
@@ -36,6 +24,7 @@ class Speed:
         bandwidth: bytes a second, by the bytes that an operator moves: from that many on, ascending.
         launch_seconds: how long an operator takes at least.
         link: bytes a second to another rank; None if it is not known.
+        host_link: bytes a second between the device and its host; None if it is not known.
         spread: the likely time times these is the range that held nine of ten measured steps.
     """
 
@@ -44,6 +33,7 @@ class Speed:
     launch_seconds: float
     spread: tuple[float, float]
     link: float | None = None
+    host_link: float | None = None
 
     def seconds(self, work: Work) -> float:
         """How long one call takes."""
@@ -73,16 +63,24 @@ class Timing:
     compiled: bool = False
 
     @functools.cached_property
-    def step(self) -> Seconds | None:
+    def step(self) -> Range[float] | None:
         """The seconds of an optimizer step: all its batches, and the update."""
         speed = self.speed() if self.work else None
-        if speed is None:
+        if speed is None or (self.moved_bytes and not speed.host_link):
             return None
-        taken = [(each, speed.seconds(each)) for each in self.work if each.kind != COMMUNICATION]
+        taken = [(each, speed.seconds(each)) for each in self.work if each.kind not in (COMMUNICATION, TRANSFER)]
         seconds, least = self._sum(taken), self._sum(one for one in taken if one[0].kind or not self.compiled)
         sent = self._sum((each, each.nbytes) for each in self.work if each.kind == COMMUNICATION)
         sending = sent / speed.link if speed.link else 0.0
-        return Seconds(least * speed.spread[0], max(seconds, sending), (seconds + 2 * sending) * speed.spread[1])
+        moving = self.moved_bytes / speed.host_link if speed.host_link else 0.0
+        likely = max(seconds, sending, moving) + moving  # on the way out it overlaps with the step, on the way back not
+        least, most = max(least * speed.spread[0], moving), (seconds + 2 * (sending + moving)) * speed.spread[1]
+        return Range(least, likely, most)
+
+    @property
+    def moved_bytes(self) -> int:
+        """Activations of an optimizer step that wait on the host for their backward pass, in bytes."""
+        return int(self._sum((each, each.nbytes) for each in self.work if each.kind == TRANSFER))
 
     def _sum(self, figures: Iterable[tuple[Work, float]]) -> float:
         return sum(figure * each.calls * (1 if each.updates else self.batches_per_step) for each, figure in figures)

@@ -29,11 +29,14 @@ from lightning_memguard.core.foreign import added, find, patched
 from lightning_memguard.core.foreign import aten as _aten
 from lightning_memguard.core.isolation.pool import beat
 from lightning_memguard.core.simulation.backward import release_saved
-from lightning_memguard.core.trace.trace import Answers
+from lightning_memguard.core.trace.trace import Answers, Note
 
 T = TypeVar("T")
 
-NOTE = "predicted without torch.compile: the compiled step may take more or less, so this is not a bound"
+NOTE = Note(
+    "uncompiled",
+    "predicted without torch.compile: the compiled step may take more or less, so this is not a bound",
+)
 
 
 @contextmanager

@@ -464,6 +464,11 @@ def isolated_rng() -> Iterator[None]:
             np.random.set_state(numpy)  # noqa: NPY002 - as above
 
 
+def drawn_so_far() -> tuple[object, ...]:
+    """Return a value that differs once Python or NumPy have drawn a random number."""
+    return random.getstate(), repr(np.random.get_state())  # noqa: NPY002 - as above
+
+
 def seed_all(seed: int) -> None:
     """Seed the generators that `isolated_rng` restores."""
     random.seed(seed)
@@ -476,7 +481,8 @@ def faking(mode: FakeTensorMode) -> Iterator[None]:
     """Run what is inside on fake tensors, compiled modules eagerly.
 
     Patches ``nn.Module._apply``, torch's class ``FakeTensor`` and lists of types for ``foreach``, the ``max`` of
-    Adafactor, ``trunc_normal_``, lazy parameters and ``pad_packed_sequence`` for all threads of the process.
+    Adafactor, ``trunc_normal_``, lazy parameters, ``pad_packed_sequence`` and the making of subclasses for all threads
+    of the process.
     """
     with ExitStack() as exits:
         logger = logging.getLogger(FakeTensorMode.__module__)  # of operators that raise, which the error says too
@@ -491,11 +497,64 @@ def faking(mode: FakeTensorMode) -> Iterator[None]:
         exits.enter_context(patched(nn.init, _no_grad_trunc_normal_=_truncating(mode)))
         for kind in (nn.UninitializedParameter, nn.UninitializedBuffer):
             exits.enter_context(patched(kind, __new__=staticmethod(_lazy_fake)))
+        make = staticmethod(_making_fake(Tensor._make_subclass))
+        exits.enter_context(patched(Tensor, as_subclass=_seen_as_fake(Tensor.as_subclass), _make_subclass=make))
         for home in _USES_FOREACH:
             types = [*home._foreach_supported_types, FakeTensor]
             exits.enter_context(patched(home, _foreach_supported_types=types))
         exits.enter_context(mode)
         yield
+
+
+class _Subclassed:
+    """Goes between a tensor subclass and `FakeTensor`, which would keep the results of operators from being of it."""
+
+    __slots__ = ()
+
+    @classmethod
+    def __torch_function__(cls, *called: Any, **kwargs: Any) -> Any:
+        return Tensor.__torch_function__.__func__(cls, *called, **kwargs)  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _fake_subclass(kind: type[Tensor]) -> type[Tensor]:
+    """The class of fake tensors that are of a tensor subclass as well; torch would make them real."""
+    if kind is Tensor or issubclass(kind, FakeTensor):
+        return FakeTensor if kind is Tensor else kind
+    return type(kind.__name__, (kind, _Subclassed, FakeTensor), {"__module__": kind.__module__})
+
+
+def _can_be_fake(tensor: object, kind: type[Tensor]) -> bool:
+    dispatches = kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ and not issubclass(kind, FakeTensor)
+    return isinstance(tensor, FakeTensor) and not dispatches
+
+
+def _seen_as_fake(as_subclass: Function) -> Function:
+    """Make ``Tensor.as_subclass`` keep fake tensors fake."""
+
+    def seen_as(self: Tensor, cls: type[Tensor]) -> Tensor:
+        if not _can_be_fake(self, cls):
+            return as_subclass(self, cls)  # type: ignore[no-any-return]
+        with torch._C.DisableTorchFunctionSubclass():
+            alias: Tensor = _aten.alias.default(self)
+        alias.__class__ = _fake_subclass(cls)
+        return alias
+
+    return seen_as
+
+
+def _making_fake(make_subclass: Function) -> Function:
+    """Make ``Tensor._make_subclass`` keep fake tensors fake."""
+
+    def make(cls: type[Tensor], data: Tensor, require_grad: bool = False, **more: Any) -> Tensor:
+        if not _can_be_fake(data, cls):
+            return make_subclass(cls, data, require_grad, **more)  # type: ignore[no-any-return]
+        with torch._C.DisableTorchFunctionSubclass():
+            alias = data.detach()
+        alias.__class__ = _fake_subclass(cls)
+        return alias.requires_grad_(require_grad)
+
+    return make
 
 
 def _larger(first: float, second: float) -> float:
@@ -666,6 +725,14 @@ def laid_out(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     order = torch._prims_common.suggest_memory_format(args[place])
     if first is not None and not first.is_contiguous(memory_format=order):
         first = torch.empty(first.shape, dtype=first.dtype, device=first.device, memory_format=order)
+    if (
+        place == 0
+        and args[0].device.type == "cpu"
+        and any(each is not None and each.dtype != args[0].dtype for each in args[1:5])
+    ):
+        others = [
+            torch.empty(each.shape, dtype=torch.float32, device=each.device) for each in others
+        ]  # mixed precision
     return first, *others
 
 

@@ -17,9 +17,8 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from lightning_memguard.core.foreign import aten as _aten
 from lightning_memguard.core.simulation.fake import ValueNeededError
-from lightning_memguard.core.trace.trace import Share, Shares
+from lightning_memguard.core.trace.trace import Note, Share, Shares
 
-ASSUMED = "its largest result"
 LEAST: Shares = ((("", ""), (((0,) * 64, 1),)),)  # each result as small as it can be: of no element
 
 
@@ -74,8 +73,9 @@ def result_of(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], s
 
 def assumption(func: OpOverload) -> str:
     """Return the note on the size that `result_of` assumes for an operator without a share."""
-    assumed = "minlength bins" if func is _aten.bincount.default else ASSUMED
-    return f"{func} was assumed to return {assumed}"
+    if func is _aten.bincount.default:
+        return f"{func} was assumed to return minlength bins"
+    return Note("largest result", f"{func} was assumed to return its largest result")
 
 
 def _kept(share: Share | None, size: int, place: int = 0) -> int:

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
+from lightning_memguard.core.range import Range
+
 if TYPE_CHECKING:
     import torch
 
@@ -57,26 +59,22 @@ class CudaTarget:
     cudnn: int = 0
 
 
-class ByteRange(NamedTuple):
-    """A block whose size is not known exactly: at least ``low``, likely ``point``, at most ``high`` bytes.
+class Plans(NamedTuple):
+    """A block for a kernel's plan; ``otherwise`` are the sizes that are tried in turn if it does not fit the device."""
 
-    ``otherwise`` are the sizes that are tried in turn if it does not fit the device.
-    """
-
-    low: int
-    point: int
-    high: int
-    otherwise: tuple[int, ...] = ()
-
-    @property
-    def by_case(self) -> tuple[tuple[str, int], ...]:
-        """Return the sizes by case (`lightning_memguard.core.trace.trace.CASES`); an exact one has no case."""
-        if self.low == self.point == self.high:
-            return (("", self.point),)
-        return ("low", self.low), ("point", self.point), ("high", self.high)
+    size: Range[int]
+    otherwise: tuple[int, ...]
 
 
-Block = int | ByteRange
+Block = int | Range[int] | Plans
+
+
+def likely_bytes(block: Block) -> int:
+    """The likely size of a block."""
+    size = block.size if isinstance(block, Plans) else block
+    return size.likely if isinstance(size, Range) else size
+
+
 Moment = Block | tuple[Block, ...]
 """One block, or several that are alive together; all are given back before the next moment."""
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, cast
 
+from typing_extensions import Self
+
+from lightning_memguard.core.range import Range
 from lightning_memguard.core.trace.kept import Kept
-from lightning_memguard.core.trace.scratch import ByteRange, Moment, Scratch
-from lightning_memguard.core.trace.work import Work
+from lightning_memguard.core.trace.scratch import Block, Moment, Plans, Scratch, likely_bytes
+from lightning_memguard.core.trace.work import TRANSFER, Work
 
 Action = Literal["alloc", "free"]
 
@@ -42,6 +45,27 @@ Shares = tuple[tuple[tuple[str, str], tuple[Share, ...]], ...]
 
 Answers = tuple[tuple[str, tuple[float, ...]], ...]
 """What a run read of its tensors' values (`.item()`, `if tensor:`), by line, in order."""
+
+NoteKind = Literal["uncompiled", "largest result", "values later"]
+"""Which assumption it is, where code asks: the step calls torch.compile and is predicted as written; an operator was
+given its largest result; a later step was not captured, as it needs values."""
+
+
+class Note(str):
+    """An assumption in plain words, for people; code reads its kind."""
+
+    __slots__ = ("kind",)
+    kind: NoteKind
+
+    def __new__(cls, kind: NoteKind, text: str) -> Self:
+        """Name a text."""
+        note = super().__new__(cls, text)
+        note.kind = kind
+        return note
+
+    def __reduce__(self) -> tuple[type[Note], tuple[str, str]]:
+        return Note, (self.kind, str(self))
+
 
 CASES = ("low", "point", "high")
 """Sizes (at least, most likely, at most) of a block that is not known exactly, such as a convolution's workspace."""
@@ -118,9 +142,10 @@ class Trace:
     ``kernels`` and ``scratch_spans`` say which events are scratch, and by which rule. ``batch`` is the shapes and bytes
     of the largest batch that the step was given, if it was noted. ``held_at`` is the place among the events at which
     `holding` puts blocks. ``shares`` is noted in real runs, and ``seconds`` is the processor time that the run took.
-    ``answers`` is noted where something would be compiled.
+    ``answers`` is noted where something would be compiled; ``draws`` if the step drew numbers that sizes may depend on.
     ``kept`` is what each batch leaves behind, and ``work`` what one batch and one optimizer step compute. ``recurs``
-    means that its last steps are those in which work recurs.
+    means that its last steps are those in which work recurs. ``counts_steps`` means that a schedule does, and that
+    nothing asked how many there will be.
     """
 
     batch_size: int
@@ -137,10 +162,16 @@ class Trace:
     kept: tuple[Kept, ...] = field(default=(), compare=False)
     work: Sequence[Work] = field(default=(), compare=False, repr=False)
     recurs: bool = field(default=False, compare=False)
+    counts_steps: bool = field(default=False, compare=False)
     answers: Answers = field(default=(), compare=False, repr=False)
+    draws: bool = field(default=False, compare=False)
 
     def __iter__(self) -> Iterator[Event]:
         return iter(self.events)
+
+    def has_note(self, kind: NoteKind) -> bool:
+        """Whether one of its notes is of a kind."""
+        return any(isinstance(note, Note) and note.kind == kind for note in self.notes)
 
     def only(self, case: str) -> Trace:
         """The events of one of `CASES`; the same trace if nothing is uncertain."""
@@ -165,6 +196,11 @@ class Trace:
         events = (*self.events[:place], *held, *self.events[place:])
         return replace(self, events=events, kernels=(), scratch_spans=())
 
+    @property
+    def moved_bytes(self) -> int:
+        """Activations of a batch that wait on the host for their backward pass, in bytes."""
+        return int(sum(each.nbytes * each.calls for each in self.work if each.kind == TRANSFER))
+
     def __len__(self) -> int:
         return len(self.events)
 
@@ -188,9 +224,10 @@ def scratch_events(moments: Sequence[Moment], first_block: int, like: Event) -> 
     block, like = first_block, like._replace(part="workspaces")
     for moment in moments:
         taken: list[Event] = []
-        for size in (moment,) if isinstance(moment, int | ByteRange) else moment:
-            cases, otherwise = (size.by_case, size.otherwise) if isinstance(size, ByteRange) else ((("", size),), ())
-            for case, nbytes in cases:
+        together = (moment,) if isinstance(moment, int | Range | Plans) else moment
+        for wanted in cast("tuple[Block, ...]", together):
+            otherwise = wanted.otherwise if isinstance(wanted, Plans) else ()
+            for case, nbytes in _by_case(wanted):
                 if nbytes:
                     event = like._replace(action="alloc", block=block, nbytes=nbytes, case=case, otherwise=otherwise)
                     taken.append(event)
@@ -198,6 +235,14 @@ def scratch_events(moments: Sequence[Moment], first_block: int, like: Event) -> 
         events += taken
         events += [event._replace(action="free") for event in reversed(taken)]
     return events
+
+
+def _by_case(block: Block) -> Iterable[tuple[str, int]]:
+    """Sizes by case (`CASES`); one that is known has no case."""
+    size = block.size if isinstance(block, Plans) else block
+    if isinstance(size, Range) and not size.is_exact:
+        return zip(CASES, size, strict=True)
+    return (("", likely_bytes(size)),)
 
 
 # -- the signature of a step: equal at every batch size, and another if the model, precision, optimizer or data is

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-COMMUNICATION = "communication"
+COMMUNICATION, TRANSFER = "communication", "transfer"
 CONVOLUTION = " convolution"  # after a number format
 SPECIAL, RANDOM = "special functions", "random numbers"
 
@@ -20,7 +20,8 @@ class Work(NamedTuple):
     Attributes:
         kind: the number format that a product computes in, such as ``"float16"`` or ``"tf32 convolution"``; what else
             a CPU is slow at (``"special functions"``, ``"random numbers"``); ``"communication"`` for what is sent to
-            other ranks; empty for all else, whose time its bytes decide.
+            other ranks; ``"transfer"`` for activations that wait on the host; empty for all else, whose time its bytes
+            decide.
         flops: floating point operations of a call; a multiply-add is two, and a special function or random number one.
         nbytes: bytes that a call reads and writes, or sends.
         updates: whether the optimizer runs it, once a step, and not each batch.

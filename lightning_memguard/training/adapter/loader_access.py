@@ -91,8 +91,9 @@ def mode_of(combined: CombinedLoader) -> str:
     return combined._mode
 
 
-def arrange(combined: CombinedLoader, items: Iterable[object]) -> Any:
+def arrange(combined: CombinedLoader | None, items: Iterable[object]) -> Any:
     """One item for each loader, in the nesting of the loaders."""
+    assert combined is not None
     return tree_unflatten(items, combined._spec)
 
 

@@ -182,6 +182,8 @@ class LightningProgram(LightningStep):
             def start(model: nn.Module) -> None:
                 for change in self.changes:
                     change(model)
+                if self.around and self.trains:
+                    _run_inside(self.around(model, recorder), model)
                 watch.enter_context(watching(recorder, model) if recorded else _ReadableTotals())
                 if recorded:
                     self._record_surroundings(recorder, model, shadow)
@@ -232,6 +234,18 @@ class LightningProgram(LightningStep):
         shadow.marker.pruners = pruners.value or []
         for average in shadow.marker.averages:
             recorder.label(average.tensors, "callbacks")
+
+
+def _run_inside(around: contextlib.AbstractContextManager[Any], model: Any) -> None:
+    """Run each training step of a copy in a context, which can be entered again and again."""
+    step = model.training_step
+
+    @functools.wraps(step)
+    def training_step(*args: Any, **kwargs: Any) -> Any:
+        with around:
+            return step(*args, **kwargs)
+
+    model.training_step = training_step
 
 
 class _ReadableTotals(TorchFunctionMode):

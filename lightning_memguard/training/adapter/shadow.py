@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from pytorch_lightning.plugins import Precision
     from pytorch_lightning.strategies import SingleDeviceStrategy, Strategy
 
-    from lightning_memguard.core.capture.program import Change
+    from lightning_memguard.core.capture.program import Around, Change
 
     _Strategy = SingleDeviceStrategy
 else:
@@ -89,6 +89,7 @@ class LightningStep(Program):
         transferred: whether the hooks around the transfer of batches have run already.
         precision: another precision than the Trainer's; empty to keep that one.
         changes: done to each copy before it is recorded and before it has optimizers.
+        around: makes what each training step runs in; None for nothing.
         loaders_at: the run's loaders at a batch size, by role, for its step to read.
     """
 
@@ -109,6 +110,7 @@ class LightningStep(Program):
     transferred: bool = False
     precision: str = ""
     changes: tuple[Change, ...] = ()
+    around: Around | None = None
     loaders_at: Callable[[Role, int], object] | None = field(default=None, compare=False)
 
     @property
@@ -264,6 +266,11 @@ class ShadowTrainerMixin:
         return counters.epoch(epoch) if counters else epoch
 
     @property
+    def estimated_stepping_batches(self) -> int | float:
+        self.memguard_shadow.marker.reads_steps = True
+        return super().estimated_stepping_batches  # type: ignore[misc,no-any-return]
+
+    @property
     def _counters(self) -> Counters | None:
         shadow: Shadow | None = vars(self).get("memguard_shadow")
         return shadow.marker.recorder.counters if shadow else None
@@ -344,6 +351,7 @@ class PhaseMarkerMixin:
         self.pruners: list[Pruner] = []
         self.pruned = 0  # how often
         self.epochs = max(program.trainer.max_epochs or 0, 0) or _MOST_BATCHES
+        self.reads_steps = False  # how many the run will have
         self.later = range(0)  # the batches after the steps; before its last one, the run stops
         self.batch_size = self.batches = 0
         self.loaders = 1
@@ -365,6 +373,8 @@ class PhaseMarkerMixin:
             self.steps[id(optimizer)] = 0
             _call_after_step(optimizer, self.after_optimizer)
         self.recorder.label_held_by(trainer.optimizers)
+        schedules = trainer.lr_scheduler_configs
+        self.recorder.counts_steps = not self.reads_steps and any(each.interval == "step" for each in schedules)
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         if scaler is not None:  # it asks the device whether a gradient overflowed; checked on torch 2.9 to 2.13
             scaler._maybe_opt_step = lambda optimizer, state, *args, **kwargs: optimizer.step(*args, **kwargs)

@@ -1,6 +1,7 @@
 """Copies of the user's datasets, samplers and loaders to read from, so that nothing of the user's is consumed or moved.
 
-What is read: files are opened, generators draw, counters advance. All of that happens to copies, or is set back.
+A run's data is read in a forked child, with which all that moves ends. Where none can be forked, and in a plan, files
+are opened, generators draw and counters advance here: on copies, or what moves is set back, or reading is refused.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, Sampler
 
+from lightning_memguard.core.capture.capture import isolated
+from lightning_memguard.core.capture.holders import users_classes
+from lightning_memguard.core.isolation.pool import can_fork, is_forked
 from lightning_memguard.core.simulation.fake import isolated_rng
 from lightning_memguard.errors import CannotTraceError
 
@@ -34,12 +38,14 @@ _MAX_COPIED = 100_000  # entries of a container, or bytes in shared memory, that
 
 
 def refuse_one_shot(loader: object) -> None:
-    """Refuse an iterator, which gives its batches once: one drawn here would be lost to the training.
+    """Refuse an iterator, or what holds one: a batch drawn here would be lost to the training.
+
+    A forked child may move what is in its memory; it refuses what is outside of it.
 
     Raises:
         CannotTraceError: ``loader`` is one, or holds one.
     """
-    if isinstance(loader, Iterator):
+    if isinstance(loader, Iterator) and not is_forked():
         raise CannotTraceError(
             f"the data is a {type(loader).__name__}, which can be read only once: drawing a sample would take it from "
             "the training. Pass something that makes a new iterator in `__iter__`, such as a DataLoader"
@@ -47,25 +53,66 @@ def refuse_one_shot(loader: object) -> None:
     refuse_held_iterators(loader)
 
 
-def refuse_held_iterators(dataset: object) -> None:
-    """Refuse a dataset that holds an iterator which cannot be set back, or a dataset with one."""
-    for name, value in getattr(dataset, "__dict__", {}).items():
-        if isinstance(value, Dataset) and value is not dataset and not isinstance(value, Iterator):
-            refuse_held_iterators(value)
-        elif isinstance(value, _QUEUES) or (isinstance(value, Iterator) and not _can_seek(value)):
-            raise CannotTraceError(
-                f"{type(dataset).__name__}.{name} is a {type(value).__name__}, which can be read only once: "
-                "drawing a sample would take it from the training. Make the iterator in `__iter__`."
-            )
+def refuse_held_iterators(holder: object) -> None:
+    """Refuse a loader or dataset that holds, at any depth, a running iterator that cannot be set back."""
+    known = {id(holder)}
+    todo = deque([(type(holder).__name__, holder)])
+    while todo and len(known) < _MAX_COPIED:
+        name, thing = todo.popleft()
+        for label, value in _named_members(name, thing):
+            if _is_read_once(value):
+                raise CannotTraceError(
+                    f"{label} is a {type(value).__name__}, which can be read only once: "
+                    "drawing a sample would take it from the training. Make the iterator in `__iter__`."
+                )
+            if id(value) not in known and not isinstance(value, _LEAVES):
+                known.add(id(value))
+                todo.append((label, value))
+
+
+def _named_members(name: str, thing: object) -> Iterator[tuple[str, object]]:
+    """What an object refers to, each with what it is called."""
+    own = {} if isinstance(thing, (type, types.FunctionType)) else getattr(thing, "__dict__", {})
+    for attribute, value in own.items():
+        yield f"{type(thing).__name__}.{attribute}", value
+    for value in _members(thing):
+        yield f"what {thing.__name__} reads" if isinstance(thing, types.FunctionType) else name, value
+
+
+def _is_read_once(thing: object) -> bool:
+    if isinstance(thing, _QUEUES):
+        return True
+    is_file = isinstance(thing, io.IOBase)
+    if not isinstance(thing, Iterator) or _is_of_torch(thing) or (is_forked() and not is_file):
+        return False
+    return not (is_file and _can_seek(thing))
 
 
 _QUEUES = (queue.Queue, queue.SimpleQueue, multiprocessing.queues.Queue, multiprocessing.queues.SimpleQueue)
+_LEAVES = (str, bytes, int, float, complex, types.NoneType, types.ModuleType, torch.Tensor, np.ndarray)
 
 
-def _can_seek(iterator: object) -> bool:
+def _is_of_torch(thing: object) -> bool:
+    """Whether it is an iterator of torch's own, as a DataLoader with persistent workers keeps: it begins again."""
+    return type(thing).__module__.startswith(("torch.", "torchdata."))
+
+
+def _can_seek(file: Any) -> bool:
     with contextlib.suppress(ValueError):  # a closed file
-        return isinstance(iterator, io.IOBase) and iterator.seekable()
+        try:
+            return bool(file.seekable() and file.tell() >= 0)
+        except OSError:  # text that is read line by line
+            return is_forked()
     return True
+
+
+def apart(work: Callable[[], T]) -> T:
+    """Run work that calls the user's code where it moves nothing: in a child, if this is not one and there can be one.
+
+    Raises:
+        Exception: that code raised.
+    """
+    return work() if is_forked() or not can_fork() else isolated(work)
 
 
 def shallow_copy(thing: T) -> T:
@@ -160,7 +207,7 @@ def _restores(thing: object, depth: int, seen: set[int]) -> Iterator[Callable[[]
 
 
 def _members(thing: object) -> Iterable[object]:
-    if isinstance(thing, (list, tuple, dict)):
+    if isinstance(thing, (list, tuple, dict, set, deque)):
         values = thing.values() if isinstance(thing, dict) else thing
         return values if len(thing) <= _MAX_SEARCHED else ()
     if isinstance(thing, types.MethodType):
@@ -171,9 +218,11 @@ def _members(thing: object) -> Iterable[object]:
         return _used_by(thing)
     if _is_code(thing):
         return ()
-    methods = [vars(type(thing)).get(name) for name in ("__getitem__", "__getitems__", "__iter__", "__call__")]
-    functions = (method for method in methods if isinstance(method, types.FunctionType))
-    return (*getattr(thing, "__dict__", {}).values(), *functions)
+    kinds = users_classes(type(thing))
+    of_classes = [value for kind in kinds for name, value in vars(kind).items() if name != "__init__"]
+    methods = [value for value in of_classes if isinstance(value, types.FunctionType)]
+    held = [value for value in of_classes if not _is_code(value) and not hasattr(type(value), "__get__")]
+    return (*getattr(thing, "__dict__", {}).values(), *methods, *held)
 
 
 def _used_by(function: types.FunctionType) -> Iterator[object]:
@@ -183,5 +232,8 @@ def _used_by(function: types.FunctionType) -> Iterator[object]:
             yield cell.cell_contents
     for name in function.__code__.co_names:
         value = function.__globals__.get(name)
-        if isinstance(value, (torch.Generator, np.random.Generator, np.random.RandomState, random.Random, io.IOBase)):
+        if isinstance(value, (*_MOVED, Iterator)):
             yield value
+
+
+_MOVED = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random, io.IOBase)

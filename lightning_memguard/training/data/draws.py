@@ -152,7 +152,7 @@ class TakenDraws(Draws):
 class ArrangedDraws(Draws):
     """Batches of several loaders together, as Lightning combines them."""
 
-    combined: CombinedLoader
+    combined: CombinedLoader | None
     each: Sequence[Draws]
     multiple: int
 

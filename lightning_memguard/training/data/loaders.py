@@ -10,7 +10,7 @@ import math
 import sys
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,11 +18,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from lightning_memguard.core.decision.decision import LimitedBy, largest_that
+from lightning_memguard.core.isolation.pool import can_fork
 from lightning_memguard.core.simulation.fake import fake_copy
 from lightning_memguard.errors import CannotTraceError
 from lightning_memguard.training.adapter import loader_access, stand_ins
+from lightning_memguard.training.adapter.loader_access import hyperparameters_of
 from lightning_memguard.training.data import resizing
-from lightning_memguard.training.data.copies import preserve_state
+from lightning_memguard.training.data.copies import apart, preserve_state
+from lightning_memguard.training.data.set_sizes import sets_its_size
 from lightning_memguard.training.facts.lightning_types import lightning_of
 from lightning_memguard.training.facts.ranks import warn
 from lightning_memguard.training.facts.run_facts import LIMIT_NAMES, Role, RunFacts
@@ -42,6 +45,10 @@ class Source:
         fixed_because: why the batch size cannot be changed; empty if it can.
         ranks: how many the Trainer will spread its samples over.
         end: how many samples a stream without a length has, if its end was reached.
+        is_torch: whether it is a DataLoader.
+        drops_last: whether an epoch leaves out a last batch that is not full.
+        own_batches: whether the user's code makes the batches; then ``counts`` has how many at which size, as asked.
+        was_set: whether someone has set the batch size.
     """
 
     held: list[Iterable[Any]]
@@ -49,11 +56,22 @@ class Source:
     fixed_because: str = ""
     ranks: int = 1
     end: int | None = None
+    is_torch: bool = True
+    drops_last: bool = False
+    own_batches: bool = False
+    counts: dict[int, int | None] = field(default_factory=dict, compare=False)
+    was_set: bool = True
 
     @property
     def loader(self) -> Iterable[Any]:
         """A loader like the run's; not to be iterated."""
         return self.held[0]
+
+    def detached(self) -> Source:
+        """Return what is known of the loader, without it."""
+        known = copy.copy(self)
+        vars(known).update(held=[], dataset_size=self.dataset_size)
+        return known
 
     @functools.cached_property
     def dataset_size(self) -> int | None:
@@ -68,7 +86,7 @@ class Source:
             size = -(-len(sampler) // ranks)  # type: ignore[arg-type]
             if self.fixed_because or not resizing.makes_own_batches(self.loader):
                 return size
-            return largest_that(self._fills_a_batch, self.batch_size, size)
+            return apart(lambda: largest_that(self._fills_a_batch, self.batch_size, size))
         return None if self.end is None or self.fixed_because else self.largest_of_stream(self.end)
 
     def _fills_a_batch(self, batch_size: int) -> bool:
@@ -79,22 +97,28 @@ class Source:
 
     def largest_of_stream(self, count: int) -> int:
         """The largest batch that a stream of so many samples fills; each worker fills batches of its own."""
-        split = isinstance(self.loader, DataLoader) and resizing.drops_last(self.loader)
+        split = self.is_torch and self.drops_last
         workers = max(1, self.loader.num_workers) if split else 1  # type: ignore[attr-defined]
         return max(count // workers, min(self.batch_size, count))
 
     def batches(self, batch_size: int) -> int | None:
         """Batches an epoch on this rank at a batch size, or None if unknown."""
-        if resizing.makes_own_batches(self.loader):
-            with preserve_state(self.loader), contextlib.suppress(Exception):
-                at: Any = self.loader if self.fixed_because else resizing.trial_at(self.loader, batch_size)
-                return -(-len(at) // (self.ranks if isinstance(at, DataLoader) else 1))
-            if self.fixed_because:
-                return None
+        if self.own_batches and batch_size not in self.counts and self.held:
+            self.counts[batch_size] = self._counted(batch_size)
+        count = self.counts.get(batch_size)
+        if count is not None or (self.own_batches and self.fixed_because):
+            return count
         if self.dataset_size is None or not batch_size:
             return None
         full, rest = divmod(self.dataset_size, batch_size)
-        return full + (1 if rest and not resizing.drops_last(self.loader) else 0)
+        return full + (1 if rest and not self.drops_last else 0)
+
+    def _counted(self, batch_size: int) -> int | None:
+        """Count by the user's own code; None if that cannot."""
+        with preserve_state(self.loader), contextlib.suppress(Exception):
+            at: Any = self.loader if self.fixed_because else resizing.trial_at(self.loader, batch_size)
+            return -(-len(at) // (self.ranks if isinstance(at, DataLoader) else 1))
+        return None
 
 
 @dataclass(frozen=True)
@@ -102,16 +126,30 @@ class LoaderInfo:
     """The data of a run: one loader, or several whose batches are combined or come in turn.
 
     Attributes:
-        combined: the loader or loaders as Lightning's CombinedLoader; a copy, not to be iterated.
+        combined: the loader or loaders as Lightning's CombinedLoader; a copy, not to be iterated. None in a process
+            that has not read them.
+        mode: how Lightning combines several: ``"max_size_cycle"``, ``"min_size"``, ``"max_size"`` or ``"sequential"``.
         sources: its loaders, in order.
         origin: where it comes from, in words.
         role: what the run uses them for.
+        is_counted: whether Lightning knows how many batches there are.
     """
 
-    combined: CombinedLoader
+    combined: CombinedLoader | None
+    mode: str
     sources: tuple[Source, ...]
     origin: str
     role: Role = "train"
+    is_counted: bool = True
+
+    def detached(self) -> LoaderInfo:
+        """Return what is known of the data, without its loaders."""
+        return replace(self, combined=None, sources=tuple(source.detached() for source in self.sources))
+
+    def learn(self, info: LoaderInfo) -> None:
+        """Know the counts of batches that were found elsewhere for the same loaders."""
+        for mine, theirs in zip(self.sources, info.sources, strict=True):
+            mine.counts.update(theirs.counts)
 
     def with_ends(self, ends: Iterable[int | None]) -> LoaderInfo:
         """Return the data with the length of streams whose end was reached."""
@@ -120,7 +158,8 @@ class LoaderInfo:
 
     def let_go(self) -> None:
         """Let go of the loaders: a hook may be about to make them again, with all the data that they hold."""
-        self.combined.flattened = [None] * len(self.sources)
+        if self.combined is not None:
+            self.combined.flattened = [None] * len(self.sources)
         for source in self.sources:
             source.held.clear()
 
@@ -130,14 +169,14 @@ class LoaderInfo:
             source.held[:] = made.held
 
     @property
-    def mode(self) -> str:
-        """How Lightning combines several: ``"max_size_cycle"``, ``"min_size"``, ``"max_size"`` or ``"sequential"``."""
-        return loader_access.mode_of(self.combined)
-
-    @property
     def batch_size(self) -> int:
         """Samples a batch; of several loaders, the smallest: the others keep their ratio to it. 0 if unknown."""
         return min((source.batch_size for source in self.sources if source.batch_size), default=0)
+
+    @property
+    def was_set(self) -> bool:
+        """Whether someone has set the batch size of any loader: the others keep their ratio to it."""
+        return any(source.was_set for source in self.sources)
 
     @property
     def full_size(self) -> int:
@@ -153,7 +192,7 @@ class LoaderInfo:
     @property
     def fixed_because(self) -> str:
         """Why the batch size cannot be changed; empty if it can."""
-        mixed = len(self.sources) > 1 and any(not isinstance(each.loader, DataLoader) for each in self.sources)
+        mixed = len(self.sources) > 1 and not all(each.is_torch for each in self.sources)
         known = next((source.fixed_because for source in self.sources if source.fixed_because), "")
         return known or (f"{self.origin} combines loaders that are not all torch DataLoaders" if mixed else "")
 
@@ -230,14 +269,24 @@ def info_of(facts: RunFacts, loaders: object, origin: str, role: Role) -> Loader
     ranks = facts.data_ranks if facts.uses_distributed_sampler else 1
     recreated = ranks > 1 or role == "predict" or facts.overfit_batches > 0
     sources = (source_of(loader, origin, ranks, recreated=recreated) for loader in combined.flattened)
-    return LoaderInfo(combined, tuple(sources), origin, role)
+    return LoaderInfo(combined, loader_access.mode_of(combined), tuple(sources), origin, role)
 
 
 def source_of(loader: Iterable[Any], origin: str, ranks: int = 1, *, recreated: bool = False) -> Source:
     """Read one loader; Lightning divides its samples among ``ranks``, or recreates it for another reason."""
     with preserve_state(loader):
         fixed, size = resizing.why_fixed(loader, origin, recreated=recreated), resizing.batch_size_setting(loader)
-        return Source([loader], size, fixed, ranks if isinstance(loader, DataLoader) else 1)
+        is_torch = isinstance(loader, DataLoader)
+        return Source(
+            [loader],
+            size,
+            fixed,
+            ranks if is_torch else 1,
+            is_torch=is_torch,
+            drops_last=resizing.drops_last(loader),
+            own_batches=resizing.makes_own_batches(loader),
+            was_set=size != 1 or sets_its_size(loader),
+        )
 
 
 def _has_length(source: Source) -> bool:
@@ -308,7 +357,7 @@ def epoch_size_for(facts: RunFacts, info: LoaderInfo, min_steps: int | None) -> 
         return None, "min_steps_per_epoch"
     size = largest_that(lambda size: spoiled_by(facts, info, size, min_steps) is None, own, max(own, most))
     limit = spoiled_by(facts, info, size + 1, min_steps) if size < most else None
-    if limit == "min_steps_per_epoch" and not any(resizing.drops_last(each.loader) for each in info.sources):
+    if limit == "min_steps_per_epoch" and not any(each.drops_last for each in info.sources):
         # the smallest size that makes as few batches: the last one is as full
         count = batches_taken(facts, info, size) or 0
         size = own + bisect_left(range(own, size), True, key=lambda at: (batches_taken(facts, info, at) or 0) <= count)
@@ -330,23 +379,47 @@ def leaves_one(info: LoaderInfo, batch_size: int) -> bool:
     """Whether an epoch would end on a single sample, which batch norm refuses, and would not at the user's own size."""
 
     def rest(source: Source, size: int) -> int:
-        samples = None if resizing.drops_last(source.loader) else source.dataset_size
+        samples = None if source.drops_last else source.dataset_size
         return (samples or 0) % size if size > 1 else 0
 
     sources = [source for source in info.sources if rest(source, source.batch_size) != 1]
     return any(rest(source, info.size_of(source, batch_size)) == 1 for source in sources)
 
 
-def rewrite_loaders(
-    trainer: Trainer, facts: RunFacts, known: LoaderInfo, batch_size: Callable[[], int] | None
-) -> Callable[[], None]:
-    """Make a run take batches of another size; ``batch_size`` is asked for it whenever the loaders are made.
+def leaves_out(info: LoaderInfo, batch_size: int) -> bool:
+    """Whether ``drop_last`` leaves out samples at a larger batch size that an epoch has at the user's own."""
 
-    ``known`` are the loaders as they were read at setup, which are freed; without ``batch_size``, that is all.
+    def seen(source: Source, size: int) -> int:
+        return (source.batches(size) or 0) * size
+
+    dropping = [source for source in info.sources if source.drops_last]
+    larger = [(source, size) for source in dropping if (size := info.size_of(source, batch_size)) > source.batch_size]
+    return any(seen(source, size) < seen(source, source.batch_size) for source, size in larger)
+
+
+def rewrite_loaders(
+    trainer: Trainer,
+    facts: RunFacts,
+    known: LoaderInfo,
+    batch_size: Callable[[], int] | None,
+    *,
+    made: Callable[[int], object] = lambda _: None,
+) -> Callable[[], None]:
+    """Make a run take batches of another size, whenever its loaders are made.
+
+    Loaders that a hook makes at a size of its own, as for larger pictures from some epoch on, are left at that.
+
+    Args:
+        trainer: of the run, before MemGuard sets any batch size.
+        facts: its settings.
+        known: the loaders as they were read at setup, which are freed; without ``batch_size``, that is all.
+        batch_size: asked for the size whenever the loaders are made.
+        made: told the size of such loaders, and 0 of others.
 
     Returns:
         A function that gives the Trainer its own data source back, for when the run is over.
     """
+    settings = _own_settings(facts.sources[known.role].instance)
 
     def change(make_loaders: Callable[[], object]) -> object:
         size = batch_size() if batch_size else 0
@@ -354,20 +427,41 @@ def rewrite_loaders(
         try:
             loaders = make_loaders()
         except Exception as error:
-            if sys.version_info >= (3, 11) and known.origin.endswith("dataloader()"):
+            if sys.version_info >= (3, 11) and not can_fork() and known.origin.endswith("dataloader()"):
                 error.add_note(f"MemGuard called {known.origin} once before. If it works only once, pass the loader.")
             raise
-        return _resize_all(facts, loaders, known, size)
+        return _resize_all(facts, loaders, known, size, settings, made)
 
     return loader_access.intercept_loaders(trainer, known.role, change)
 
 
-def _resize_all(facts: RunFacts, loaders: object, known: LoaderInfo, batch_size: int) -> object:
-    """The loaders at a size, if one is given; unchanged if a hook now gives others, that cannot be resized."""
+def _own_settings(owner: object) -> set[int]:
+    """Batch sizes that a module or datamodule is set to, which its hooks may read."""
+    held = [getattr(owner, "batch_size", None), *(each.get("batch_size") for each in hyperparameters_of(owner))]
+    return {each for each in held if type(each) is int}
+
+
+def _resize_all(
+    facts: RunFacts,
+    loaders: object,
+    known: LoaderInfo,
+    batch_size: int,
+    settings: set[int],
+    made: Callable[[int], object],
+) -> object:
+    """The loaders at a size, if one is given; unchanged if a hook now gives others, that cannot be resized.
+
+    A hook that gives loaders of another size than at setup has decided that, unless it follows the ``settings``.
+    """
     try:
-        info = info_of(facts, loaders, "the loader", known.role)
+        info, asked = info_of(facts, loaders, "the loader", known.role), known.batch_size
         known.adopt(info)
-        if not batch_size or batch_size == info.full_size < info.batch_size:  # its one batch is the same at both
+        own, size = info.batch_size, batch_size or asked
+        is_as_before = own in (asked, size) or any(own * each == asked * size for each in settings)
+        made(0 if is_as_before else own)
+        if not is_as_before and asked:
+            return loaders
+        if not batch_size or (batch_size < info.batch_size and batch_size == info.full_size):
             return loaders
         sized = [(source.loader, info.size_of(source, batch_size)) for source in info.sources]
         resized = [resizing.resize(loader, size, info.fixed_because) for loader, size in sized]
@@ -375,8 +469,9 @@ def _resize_all(facts: RunFacts, loaders: object, known: LoaderInfo, batch_size:
         if batch_size:
             warn(f"MemGuard left the {known.role} loader as it is: {error}", stacklevel=1)
         return loaders
-    info.combined.flattened = resized
-    return info.combined if isinstance(loaders, type(info.combined)) else loader_access.arrange(info.combined, resized)
+    combined: Any = info.combined
+    combined.flattened = resized
+    return combined if isinstance(loaders, type(combined)) else loader_access.arrange(combined, resized)
 
 
 def loaders_at(facts: RunFacts, known: LoaderInfo, role: Role, batch_size: int) -> object:
@@ -388,8 +483,10 @@ def loaders_at(facts: RunFacts, known: LoaderInfo, role: Role, batch_size: int) 
         if {role, known.role} == {"train", "val"}:
             with contextlib.suppress(Exception):  # of the user's hook
                 info = find(facts, role)
-                return loader_access.arrange(info.combined, info.combined.flattened)
+                return loader_access.arrange(info.combined, [source.loader for source in info.sources])
         return None
+    if known.combined is None or not all(source.held for source in known.sources):
+        known = find(facts, known.role)
     fixed = bool(known.fixed_because)
     sized = [(source.loader, known.size_of(source, batch_size)) for source in known.sources]
     own = [loader if fixed else resizing.resize(loader, size, "") for loader, size in sized]

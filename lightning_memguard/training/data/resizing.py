@@ -12,7 +12,13 @@ from torch.utils.data import BatchSampler, DataLoader
 from lightning_memguard.core.batch.nesting import batch_size_of
 from lightning_memguard.errors import CannotResizeLoaderError
 from lightning_memguard.training.adapter.loader_access import change_recorded_argument, recorded_arguments
-from lightning_memguard.training.data.copies import copy_for_reading, refuse_one_shot, shallow_copy
+from lightning_memguard.training.data.copies import (
+    apart,
+    copy_for_reading,
+    preserve_state,
+    refuse_one_shot,
+    shallow_copy,
+)
 
 _MAX_COUNTED = 1 << 16  # batches
 
@@ -65,8 +71,14 @@ def why_fixed(loader: object, origin: str, *, recreated: bool) -> str:
 def _follows_its_size(loader: Any) -> bool:
     """Whether the user's own code makes batches of the size that its attribute says, and counts them by that."""
     try:
-        if not isinstance(loader, DataLoader):
-            refuse_one_shot(loader)
+        return apart(lambda: _makes_batches_of_its_size(loader))
+    except Exception:  # noqa: BLE001 - it may be written in any way; what cannot be tried is left alone
+        return False
+
+
+def _makes_batches_of_its_size(loader: Any) -> bool:
+    with preserve_state(loader):
+        refuse_one_shot(loader)
         if [first_batch_size(loader, size) for size in (2, 3)] != [2, 3]:
             return False
         size = batch_size_setting(loader)
@@ -75,8 +87,6 @@ def _follows_its_size(loader: Any) -> bool:
             count = len(doubled) if hasattr(doubled, "__len__") else 0
             return not 0 < count <= _MAX_COUNTED or sum(1 for _ in itertools.islice(doubled, count + 1)) == count
         return not hasattr(loader, "__len__") or len(trial_at(loader, size)) <= len(trial_at(loader, 1)) // size + 1
-    except Exception:  # noqa: BLE001 - it may be written in any way; what cannot be tried is left alone
-        return False
 
 
 def first_batch_size(loader: Iterable[Any], batch_size: int) -> int:

@@ -29,6 +29,7 @@ from lightning_memguard.core.batch.nesting import (
     shapes_of,
     tensors_in,
 )
+from lightning_memguard.core.isolation.pool import beat, reaches_out
 from lightning_memguard.errors import CannotTraceError, MemGuardError
 from lightning_memguard.training.adapter.loader_access import arrange
 from lightning_memguard.training.data import copies
@@ -157,6 +158,7 @@ def draw(loader: Iterable[Any], *, fixed: bool = False, unit: int = 1, factor: i
     Raises:
         CannotTraceError: no sample could be drawn without consuming the data, or a batch holds no tensor.
     """
+    copies.refuse_one_shot(loader)
     with preserve_state(loader):
         if fixed or not isinstance(loader, DataLoader):
             return _largest_batch(loader)
@@ -203,8 +205,8 @@ def _taken(batch: object, size: int, others: dict[int, list[Any]]) -> Batches:
 def _batches(loader: Iterable[Any]) -> Iterator[tuple[Any, int]]:
     """Batches as they come, each with the number of samples in it; 0 if unknown."""
     if not isinstance(loader, DataLoader):
-        copies.refuse_one_shot(loader)
-        yield from ((batch, 0) for batch in copy_for_reading(loader))
+        _refuse_from_elsewhere(loader)
+        yield from _alive((batch, 0) for batch in copy_for_reading(loader))
         return
     collate = copy_for_reading(loader.collate_fn)
     if loader.batch_sampler is None:  # the dataset makes the batches: what it gives at one index is one
@@ -419,9 +421,9 @@ def _are_all(indices: list[Any], loader: DataLoader[Any]) -> bool:
 def _read(loader: DataLoader[Any], indices: list[Any]) -> Iterator[Any]:
     """The dataset's samples at these indices; those that cannot be read are left out, unless it is all of them."""
     dataset: Any = copy_for_reading(loader.dataset)
-    copies.refuse_held_iterators(dataset)
     if isinstance(dataset, IterableDataset):
-        yield from itertools.islice(iter(dataset), len(indices))
+        _refuse_from_elsewhere(dataset)
+        yield from _alive(itertools.islice(iter(dataset), len(indices)))
         return
     failure, any_read = None, False
     for some in _chunks(indices) if getattr(dataset, "__getitems__", None) else ([index] for index in indices):
@@ -431,9 +433,29 @@ def _read(loader: DataLoader[Any], indices: list[Any]) -> Iterator[Any]:
             failure = failure or error
             continue
         any_read = True
-        yield from items
+        yield from _alive(items)
     if failure is not None and not any_read:
         raise failure
+
+
+_READ_AGAIN = ("datasets", "litdata", "streaming", "torchdata", "webdataset", "wids")  # packages whose streams can be
+
+
+def _refuse_from_elsewhere(stream: object) -> None:
+    """Refuse a stream that cannot be read without a connection or new files: who sends it may send each batch once."""
+    homes = {each.__module__.partition(".")[0] for each in type(stream).__mro__}
+    if reaches_out() and not homes & {*_READ_AGAIN}:
+        raise CannotTraceError(
+            f"{type(stream).__name__} cannot be read in a copy of this process that has no connections and writes no "
+            "files; what it reads may come only once, so no sample is drawn"
+        )
+
+
+def _alive(items: Iterable[T]) -> Iterator[T]:
+    """Yield the items, with a sign of life at each."""
+    for item in items:
+        beat()
+        yield item
 
 
 def _chunks(indices: list[Any]) -> Iterator[list[Any]]:

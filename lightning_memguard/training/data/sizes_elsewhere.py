@@ -1,7 +1,8 @@
 """The batch size in places that do not follow the loader's: a step that reads one is another step at another size.
 
-Read from the code, not proven: a number is taken for the batch size if it is equal to it, is named like it, and the
-class that holds it, or code that names its holder, reads it outside of what runs before the training.
+Read from the code, not proven: a number is taken for the batch size if it is equal to it, is named like it, and code
+that the run reaches reads it: of the class that holds it, or naming its holder. What a hook or ``forward`` names is
+reached, and so on; what runs before the training is not.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import inspect
 import re
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType, SimpleNamespace
@@ -27,12 +28,13 @@ _CONFIGURATIONS = (Mapping, Namespace, SimpleNamespace)
 _MOST_DEPTH, _MOST_OBJECTS = 3, 20_000
 
 
-def held_elsewhere(module: nn.Module, batch_size: int) -> str:
+def held_elsewhere(module: nn.Module, batch_size: int, callbacks: Iterable[object] = ()) -> str:
     """Say what holds the batch size as well, and where a step reads it; empty if nothing is known to.
 
-    ``module.batch_size`` and ``module.hparams.batch_size`` follow: MemGuard sets them.
+    ``module.batch_size`` and ``module.hparams.batch_size`` follow: MemGuard sets them. ``callbacks`` may call methods
+    of the module.
     """
-    code = {function: _names_in(function.__code__) for kind in _classes(module) for function in _functions(kind)}
+    code = _reached(_classes(module), {each for callback in callbacks for each in users_classes(type(callback))})
     for path, holder, holder_name, name in _numbers(module, code, batch_size):
         own = {*_functions(*users_classes(type(holder)))} if not isinstance(holder, _CONFIGURATIONS) else set[object]()
         for function, names in code.items():
@@ -40,6 +42,12 @@ def held_elsewhere(module: nn.Module, batch_size: int) -> str:
                 place = f"{Path(function.__code__.co_filename).name}:{function.__code__.co_firstlineno}"
                 return f"`{path}` is {batch_size} as well and stays so, and {function.__qualname__} ({place}) reads it"
     return ""
+
+
+def counts_steps(module: nn.Module) -> bool:
+    """Whether a method of the user's modules sets learning rates by the number of steps, as a warm-up by hand does."""
+    names = (_names_in(function.__code__) for kind in _classes(module) for function in _functions(kind))
+    return any({"global_step", "param_groups"} <= each for each in names)
 
 
 def _numbers(
@@ -91,11 +99,45 @@ def _classes(module: nn.Module) -> set[type]:
 
 
 def _functions(*kinds: type) -> Iterator[FunctionType]:
-    for kind in kinds:
-        for name, member in vars(kind).items():
-            function = inspect.unwrap(getattr(member, "__func__", getattr(member, "fget", None)) or member)
-            if isinstance(function, FunctionType) and (not _RUNS_BEFORE(name) or name == "__call__"):
-                yield function
+    return (function for kind in kinds for _, function in _named_functions(kind))
+
+
+def _named_functions(kind: type) -> Iterator[tuple[str, FunctionType]]:
+    for name, member in vars(kind).items():
+        function = inspect.unwrap(getattr(member, "__func__", getattr(member, "fget", None)) or member)
+        if isinstance(function, FunctionType) and (not _RUNS_BEFORE(name) or name == "__call__"):
+            yield name, function
+
+
+def _reached(kinds: set[type], callers: set[type]) -> dict[FunctionType, set[str]]:
+    """Functions of some classes that a run reaches, with what they name; those of ``callers`` reach but are not asked.
+
+    It begins with what overrides or completes a class of a library, which calls it.
+    """
+    named: dict[str, list[FunctionType]] = {}
+    begun = list[FunctionType]()
+    for kind in kinds | callers:
+        bases = [base for base in kind.__mro__[:-1] if base not in users_classes(kind)]
+        for name, function in _named_functions(kind):
+            named.setdefault(name, []).append(function)
+            if name == "__call__" or any(hasattr(base, name) for base in bases):
+                begun.append(function)
+    reached: dict[FunctionType, set[str]] = {}
+    while begun:
+        function = begun.pop()
+        if function not in reached:
+            names = reached[function] = _names_in(function.__code__)
+            called = (function.__globals__.get(name) for name in names)
+            begun += (each for each in (*_cells_of(function), *called) if isinstance(each, FunctionType))
+            begun += (each for name in names for each in named.get(name, ()))
+    asked = {*_functions(*kinds)}
+    return {function: names for function, names in reached.items() if function in asked}
+
+
+def _cells_of(function: FunctionType) -> Iterator[object]:
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):  # not filled yet
+            yield cell.cell_contents
 
 
 def _names_in(code: CodeType) -> set[str]:

@@ -16,6 +16,7 @@ from lightning_memguard.core.capture.capture import isolated
 from lightning_memguard.core.decision.decision import Budget
 from lightning_memguard.core.device.children import collected_bytes
 from lightning_memguard.core.device.host import MemoryInfo, available_memory, or_none
+from lightning_memguard.core.range import Range
 from lightning_memguard.training.data.loaders import LoaderInfo
 from lightning_memguard.training.facts.ranks import attempt
 from lightning_memguard.training.facts.run_facts import RunFacts
@@ -174,7 +175,7 @@ class Workers:
         flights = (self.loop, size), (self.validation, validation_size)
         return sum(flight.pinned_bytes(of) for flight, of in flights if flight)
 
-    def own_bytes(self, size: int, validation_size: int) -> tuple[int, int, int]:
+    def own_bytes(self, size: int, validation_size: int) -> Range[int]:
         """Memory of the processes that are alive together: at least, most likely, at most."""
         flights = [(self.loop, size)] if self.loop else []
         if self.validation:
@@ -189,7 +190,7 @@ class Workers:
             )
             for bound, times in enumerate(_COLLATED)
         )
-        return least, likely, most
+        return Range(least, likely, most)
 
     def remedies(self, size: int, validation_size: int) -> tuple[str, ...]:
         """Settings of loaders that would take less of the host, with the bytes of batches that they save."""

@@ -52,10 +52,15 @@ def attempt(work: Callable[[], T]) -> Attempt[T]:
     try:
         return Attempt(work())
     except Exception as error:  # noqa: BLE001 - a guard that fails must not fail the training
-        _logger().debug("MemGuard goes on without a result:", exc_info=True)
-        too_large = error.with_traceback(None) if isinstance(error, DoesNotFitError) else None
-        reason = str(error) if isinstance(error, MemGuardError) else reason_of(error)
-        return Attempt(reason=reason, too_large=too_large)
+        return failed(error)
+
+
+def failed(error: Exception) -> Attempt[Any]:
+    """Return the attempt that ended with an error, which is being handled."""
+    _logger().debug("MemGuard goes on without a result:", exc_info=True)
+    too_large = error.with_traceback(None) if isinstance(error, DoesNotFitError) else None
+    reason = str(error) if isinstance(error, MemGuardError) else reason_of(error)
+    return Attempt(reason=reason, too_large=too_large)
 
 
 def warn(text: str, stacklevel: int = 2) -> None:
@@ -69,6 +74,11 @@ def warn(text: str, stacklevel: int = 2) -> None:
 def say(text: str) -> None:
     """Log a message at the level INFO, as Lightning logs its own: it is seen unless the user sets another level."""
     _logger().info(text)
+
+
+def explains() -> bool:
+    """Whether all that is known is asked for, by the level DEBUG."""
+    return _logger().isEnabledFor(logging.DEBUG)
 
 
 def is_heard() -> bool:

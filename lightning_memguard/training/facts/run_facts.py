@@ -50,6 +50,7 @@ class RunFacts:
         device: the device of this process.
         data_ranks: how many ranks train on samples of their own; the others of ``world_size`` share those of one.
         accumulate_grad_batches: batches per optimizer step, as set now.
+        max_steps: -1 for no limit, and in a rehearsal, which sets its own.
         validates: whether a fit runs validation.
         val_check_interval: None if validation comes by time, so that it may come at any batch.
         sanity_steps: ``num_sanity_val_steps``.
@@ -69,6 +70,7 @@ class RunFacts:
     data_ranks: int
     global_rank: int
     accumulate_grad_batches: int
+    max_steps: int
     validates: bool
     val_check_interval: int | float | None
     check_val_every_n_epoch: int | None
@@ -116,6 +118,7 @@ def read_run_facts(trainer: Trainer, stage: Stage = "fit") -> RunFacts:
         data_ranks=data_ranks(trainer.strategy, trainer.world_size),
         global_rank=trainer.global_rank,
         accumulate_grad_batches=trainer.accumulate_grad_batches,
+        max_steps=-1 if trainer.fast_dev_run else trainer.max_steps,  # type: ignore[attr-defined]  # set by a connector
         validates=trainer.enable_validation,
         # Lightning 2.6 sets no such attribute if the interval is a time
         val_check_interval=getattr(trainer, "val_check_interval", None),

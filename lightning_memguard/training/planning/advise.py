@@ -11,9 +11,11 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from lightning_memguard.core.capture.capture import CaptureFailedError, UserCode
-from lightning_memguard.core.capture.predict import Prediction, predict
+from lightning_memguard.core.capture.curve import Curve
+from lightning_memguard.core.capture.predict import Prediction, Surveyor, terms_of
 from lightning_memguard.core.decision.advice import Advice, in_order
 from lightning_memguard.core.decision.decision import Budget, Request, decide, largest_that
 from lightning_memguard.core.replay.alternatives import NO_COST_SETTINGS, VARIABLE
@@ -69,10 +71,10 @@ def try_remedies(
         request: which batch sizes may be chosen, to say which is the largest with another setting of the allocator.
     """
     until = None if most_seconds is None else time.monotonic() + most_seconds
-    prediction = prediction.uncompiled()
+    prediction = Prediction(prediction.program, prediction.extended_to(batch_size).uncompiled())
     families = families_for(prediction, batch_size, budget.usable_bytes)
     attempts = _Attempts(prediction, batch_size, budget, progress, until, list(itertools.chain(*families)))
-    settings = _settings_that_save(prediction, batch_size, budget, request)
+    settings = _settings_that_save(prediction.curve, batch_size, budget, request)
     with attempts.children:
         attempts.start([(family[0],) for family in families])
         tried = [(family, attempts.mildest([(remedy,) for remedy in family])) for family in families]
@@ -92,14 +94,14 @@ def try_remedies(
     return AdviceReport(in_order([*known, *settings]), tuple(attempts.left_out), attempts.not_tried)
 
 
-def setting_that_saves(prediction: Prediction, batch_size: int, share: float) -> tuple[str, int] | None:
+def setting_that_saves(prediction: Curve, batch_size: int, share: float) -> tuple[str, int] | None:
     """The allocator setting that leaves the least reserved, by replaying each, and what it saves: more than a share."""
     now = prediction.settings
     if now.kind != "cuda" or now.expandable_segments:
         return None
     asked = prediction.footprint_at(batch_size).most_device_bytes
     found = {
-        text: replace(prediction, settings=now.with_setting(text)).footprint_at(batch_size).most_device_bytes
+        text: prediction.on_terms(settings=now.with_setting(text)).footprint_at(batch_size).most_device_bytes
         for text in NO_COST_SETTINGS
     }
     text = min(found, key=found.__getitem__)
@@ -107,7 +109,7 @@ def setting_that_saves(prediction: Prediction, batch_size: int, share: float) ->
 
 
 def _settings_that_save(
-    prediction: Prediction, batch_size: int, budget: Budget, request: Request | None = None
+    prediction: Curve, batch_size: int, budget: Budget, request: Request | None = None
 ) -> list[Advice]:
     """The setting that leaves least reserved at a batch size, or else at the largest that fits as it is."""
     now = _largest(prediction, budget, request)
@@ -116,7 +118,7 @@ def _settings_that_save(
     if known is None:
         return []
     text = known[0]
-    changed = replace(prediction, settings=prediction.settings.with_setting(text))
+    changed = prediction.on_terms(settings=prediction.settings.with_setting(text))
     best, asked = changed.footprint_at(batch_size), prediction.footprint_at(batch_size)
     saved, size = asked.most_device_bytes - best.most_device_bytes, _largest(changed, budget, request)
     sizes = None if size is None or now is None else (size, now)
@@ -127,7 +129,7 @@ def _settings_that_save(
     return [Advice((text,), (how,), (cost,), best, saved, fits, sizes, _FIRST)]
 
 
-def _largest(prediction: Prediction, budget: Budget, request: Request | None) -> int | None:
+def _largest(prediction: Curve, budget: Budget, request: Request | None) -> int | None:
     """The largest batch size that fits, 0 if none does; None if other sizes are not known, or not asked for."""
     if request is None or not request.free_to_choose or not prediction.scalable or prediction.growth is None:
         return None
@@ -206,7 +208,7 @@ class _Attempts:
         self.progress(name)
         try:
             # if there are several ways, one that ends its process is not the last
-            ways_left = self.prediction.method not in _ONE_WAY
+            ways_left = self.prediction.curve.method not in _ONE_WAY
             found = self.children.ask(self.places_of(remedies), here_too=ways_left)
         except Exception as error:  # noqa: BLE001 - the user's code may raise anything when it is run otherwise
             self.leave_out(name, _reason(error))
@@ -224,18 +226,19 @@ class _Attempts:
 
     def footprint_with(self, places: _Places) -> Footprint:
         """Captured in the way in which the step as it is was, so that the two can be compared."""
-        known, size, remedies = self.prediction, self.batch_size, [self.remedies[place] for place in places]
-        program = functools.reduce(lambda program, remedy: remedy.apply(program), remedies, known.program)
+        known, size, remedies = self.prediction.curve, self.batch_size, [self.remedies[place] for place in places]
+        program = functools.reduce(lambda program, remedy: remedy.apply(program), remedies, self.prediction.program)
         for remedy in remedies:
             size //= remedy.share
         if known.method in _ONE_WAY:
-            changed = replace(known, program=program, growth=None, traces={}, ceiling=None)
+            nothing: dict[str, Any] = {"growth": None, "ceiling": None, "captured": {}, "proofs": {}, "gaps": {}}
+            changed = replace(known, terms=terms_of(program, known.terms), **nothing)
         else:
-            changed = predict(program, size, known.settings, context_bytes=known.context_bytes, scalable=False)
-            changed = replace(changed, held=known.held)
+            terms = replace(known.terms, learned=None)
+            changed = Surveyor(program).survey(size, terms, scalable=False)
         if changed.method != known.method:
             raise CannotTraceError(f"{_OTHERWISE[changed.method]}")
-        return changed.footprint_at(size)
+        return Prediction(program, changed).footprint_at(size)
 
     def leave_out(self, name: str, why: str) -> None:
         self.left_out.append((name, why))

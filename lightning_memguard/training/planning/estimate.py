@@ -145,4 +145,4 @@ def _estimated(subject: Subject, device: str, measured: str | os.PathLike[str] |
     prediction = predicted(subject, target, capacity_bytes=target.capacity_bytes, measured=file)
     found, trace = prediction.footprint_at(size), prediction.own_trace_at(size)
     trace = replace(trace.only("point"), kernels=(), scratch_spans=())
-    return replace(found, trace=trace, settings=prediction.settings)
+    return replace(found, trace=trace, settings=prediction.curve.settings)

@@ -18,11 +18,10 @@ from lightning_memguard.core.layers.layers import LayerTable, layer_table
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.errors import CannotTraceError, DoesNotFitError, MemGuardError
 from lightning_memguard.report.page import html_of
-from lightning_memguard.report.words import counted
 from lightning_memguard.training.planning.search import largest_that_runs, with_retries
 from lightning_memguard.training.planning.subject import Subject, lightning_program, predicted
 from lightning_memguard.training.planning.target import target_and_budget, target_of
-from lightning_memguard.units import format_bytes
+from lightning_memguard.units import counted, format_bytes
 
 _MOST_SAMPLES = 1_000_000  # no training takes more at once
 
@@ -90,18 +89,18 @@ def plan_on(subject: Subject, device: str, limits: Limits | None = None, measure
     size, limits = subject.batch_size, limits or Limits()
     with Captures():
         prediction, budget = predict_on(subject, device, limits, measured)
-        proven = prediction.proven_at(size)
-        if proven.compiles:
+        known, proven = prediction.curve, prediction.proven_at(size)
+        if proven.curve.compiles:
             prediction = proven
         elif proven is not prediction:
             # A single sample differs from how other sizes grow: tensors of length 1 need no copies to be contiguous.
             # Other sizes still come from the growth, which is proven when it is used.
-            prediction = replace(prediction, traces={**prediction.traces, size: proven.traces[size]})
+            prediction = Prediction(prediction.program, known.with_captured(size, proven.curve.captured[size]))
         request = _request(subject, limits)
         asked = decide(prediction.footprint_at, budget, replace(request, free_to_choose=False))
         asked = with_retries(asked, prediction)
         assert asked.footprint is not None
-        other_sizes = prediction.scalable
+        other_sizes = prediction.curve.scalable
         reason = subject.fixed_because or ("" if other_sizes else "the step runs at no other size that was tried")
         plan = Plan(asked, asked.footprint, budget, None, prediction, reason, ranks=subject.ranks)
         if reason:

@@ -23,6 +23,7 @@ from lightning_memguard.core.trace.trace import Trace
 from lightning_memguard.errors import CannotTraceError
 from lightning_memguard.training.adapter.program import LightningProgram
 from lightning_memguard.training.facts.ranks import attempt
+from lightning_memguard.training.offload.predicted import offloaded
 from lightning_memguard.training.planning.structure import Blocks, Structure, code_of
 
 _BLOCKS_TRIED = 2  # groups of repeated blocks whose checkpointing is tried
@@ -63,7 +64,7 @@ def families_for(prediction: Prediction, batch_size: int, usable_bytes: int | No
     structure, on_cuda = program.inspect(Structure.of), program.device.type == "cuda"
     mixed = [remedy for remedy in halves if remedy.name.endswith("-mixed")]
     order = (
-        *(*_FASTER_OPTIMIZERS, *_bucket_views(program)),
+        *(offloading(program), *_FASTER_OPTIMIZERS, *_bucket_views(program)),
         *(mixed if on_cuda else ()),
         *_degrees_of_checkpointing(structure, prediction, batch_size, usable_bytes),
         *_accumulation(program, batch_size),
@@ -105,6 +106,19 @@ def _accumulation(program: Program, batch_size: int) -> Iterator[Family]:
             )
             for share in shares
         )
+
+
+def offloading(program: Program) -> Remedy:
+    """Activations on the host."""
+    how = "with lightning_memguard.offload_activations(model), or torch.autograd.graph.save_on_cpu(pin_memory=True)"
+    place = "a temporary file" if program.device.type == "cpu" else "the host"
+    return Remedy(
+        f"activations on {place}",
+        "offloading",
+        'MemGuard(offload="always")' if isinstance(program, LightningProgram) else how,
+        "none but time: the same step to the bit, each saved tensor moves there and back",
+        offloaded,
+    )
 
 
 def _bucket_views(program: Program) -> Iterator[Remedy]:

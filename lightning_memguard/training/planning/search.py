@@ -25,6 +25,7 @@ def largest_that_runs(
     *,
     footprint_at: Callable[[Prediction, int], Footprint] = Prediction.footprint_at,
     refused_by: Refusal = lambda _: None,
+    preferred: int = 1,
 ) -> tuple[Decision, Prediction]:
     """Decide, and capture the step at the chosen size; if it fails there, a multiple of 2, 4, ... may run.
 
@@ -34,6 +35,7 @@ def largest_that_runs(
         request: what was asked for.
         footprint_at: a prediction and a batch size -> what to compare with the budget.
         refused_by: what forbids a batch size, so that the next smaller one is tried; None if nothing does.
+        preferred: a larger batch size is a multiple of this where that costs less than 3 %.
 
     Returns:
         The decision, and the prediction that it is made from: another than was passed if the capture disagreed.
@@ -49,13 +51,17 @@ def largest_that_runs(
         # what is refused gives way to the next smaller size
         while request.free_to_choose and size - step >= request.min_batch_size and (by := refused_by(size)):
             size, limit = size - step, by
+        if request.may_grow and limit not in ("dataset", "max_batch_size", "request"):
+            size = _preferred(size, math.lcm(step, preferred), request.batch_size, refused_by)
         if size == decision.batch_size:
             return decision
         smaller = decide(partial(footprint_at, prediction), budget, replace(request, max_batch_size=size))
-        return replace(smaller, limited_by=limit if smaller.batch_size == size else decision.limited_by)
+        multiple = math.lcm(step, preferred) if size % math.lcm(step, preferred) == 0 else step
+        limited_by = limit if smaller.batch_size == size else decision.limited_by
+        return replace(smaller, limited_by=limited_by, multiple_of=multiple)
 
     failures: list[StepFailsError] = []
-    if prediction.compiles and request.free_to_choose:
+    if prediction.curve.compiles and request.free_to_choose:
         prediction = _compiled_around(prediction, request, decided)
     for power in range(5):
         even = replace(request, multiple_of=math.lcm(request.multiple_of, 1 << power))
@@ -69,12 +75,22 @@ def largest_that_runs(
             continue
         if proven is not prediction:
             decision = decided(proven, even)
-        if proven.compiles and decision.batch_size not in proven.compiled:  # it is an estimate there
-            known = [size for size in proven.compiled if size < decision.batch_size]
+        compiled = proven.curve.compiled
+        if proven.curve.compiles and decision.batch_size not in compiled:  # it is an estimate there
+            known = [size for size in compiled if size < decision.batch_size]
             capped = replace(even, max_batch_size=max(known, default=even.smallest_batch_size))
             decision = decided(proven, capped)
         return with_retries(decision, proven), proven
     raise failures[0]
+
+
+def _preferred(size: int, multiple: int, asked: int, refused_by: Refusal) -> int:
+    """Return a multiple of a number that is hardly smaller than a larger batch size; else the size itself."""
+    multiples = range(size // multiple * multiple, max(asked, math.ceil(size * _HARDLY_LESS) - 1), -multiple)
+    return next((each for each in multiples if each == size or not refused_by(each)), size)
+
+
+_HARDLY_LESS = 0.97
 
 
 def smallest_fast(seconds_at: Callable[[int], float], request: Request, largest: int) -> int:
@@ -105,12 +121,13 @@ def with_retries(decision: Decision, prediction: Prediction) -> Decision:
     size, most, budget = decision.batch_size, decision.footprint, decision.budget
     if decision.fits or not most or not budget or most.is_evaluation:
         return decision
-    if prediction.method != "fake" or prediction.variants or prediction.stopped:
+    curve = prediction.curve
+    if curve.method != "fake" or curve.variants or curve.stopped:
         return decision
     beside = most.peak_reserved_bytes - prediction.footprint_at(size).peak_reserved_bytes
     beside += most.high.outside_bytes if most.high else most.outside_bytes
     trace, capacity = prediction.own_trace_at(size), budget.usable_bytes - beside
-    return replace(decision, retries=retries_within(trace, prediction.settings, capacity))
+    return replace(decision, retries=retries_within(trace, curve.settings, capacity))
 
 
 def _compiled_around(
@@ -122,7 +139,7 @@ def _compiled_around(
             size = decided(prediction, request).batch_size
         except DoesNotFitError:
             size = request.smallest_batch_size
-        if size in prediction.compiled:
+        if size in prediction.curve.compiled:
             break
         try:
             prediction = prediction.proven_at(size)

@@ -25,7 +25,6 @@ from lightning_memguard.core.replay.learned import Learned
 from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.core.simulation.fake_cuda import simulated_cuda
 from lightning_memguard.errors import CannotTraceError, MemGuardError
-from lightning_memguard.report.words import counted
 from lightning_memguard.training.adapter.loader_access import set_data_source
 from lightning_memguard.training.adapter.program import LightningProgram
 from lightning_memguard.training.data.loaders import LoaderInfo, find
@@ -35,7 +34,7 @@ from lightning_memguard.training.facts.run_facts import data_ranks, read_run_fac
 from lightning_memguard.training.planning.target import Target
 from lightning_memguard.training.strategies import deepspeed, fabric
 from lightning_memguard.training.strategies.sharded import CAPTURED, Layout, communicators
-from lightning_memguard.units import format_bytes
+from lightning_memguard.units import counted, format_bytes
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningDataModule, LightningModule, Trainer
@@ -323,18 +322,19 @@ def predicted(
     settings = replace(AllocatorSettings.for_device(target.device.type, os.environ), capacity_bytes=capacity_bytes)
     program, size = program_of(subject, target), subject.batch_size
     prediction = predict(program, size, settings, context_bytes=target.context_bytes, scalable=scalable)
-    if prediction.method == "states":
+    curve = prediction.curve
+    if curve.method == "states":
         states = prediction.footprint_at(size).peak_allocated_bytes
         raise CannotTraceError(
-            f"The step cannot be predicted: {'; '.join(prediction.notes)}. The batch it was given: {subject.shapes}. "
+            f"The step cannot be predicted: {'; '.join(curve.notes)}. The batch it was given: {subject.shapes}. "
             f"What stays without it (parameters, gradients, optimizer state) is {format_bytes(states)}."
         )
-    notes = tuple(dict.fromkeys((*prediction.notes, *target.notes, *subject.notes)))
-    learned = _learned(prediction, target.gpu, measured) if measured else None
-    return replace(prediction, notes=notes, learned=learned)
+    notes = tuple(dict.fromkeys((*curve.notes, *target.notes, *subject.notes)))
+    learned = _learned(curve.signature, target.gpu, measured) if measured else None
+    return Prediction(program, replace(curve, notes=notes).on_terms(learned=learned))
 
 
-def _learned(prediction: Prediction, gpu: Gpu | None, file: Path) -> Learned:
+def _learned(step: str, gpu: Gpu | None, file: Path) -> Learned:
     """Return what a file of measurements tells of a step on a GPU, whatever software it ran on.
 
     Raises:
@@ -344,7 +344,6 @@ def _learned(prediction: Prediction, gpu: Gpu | None, file: Path) -> Learned:
         raise MemGuardError(f"{file} does not exist; `memguard history` says where a machine keeps its measurements.")
     found, damaged = Store(file).read()
     notes = [f"{counted(damaged, 'line')} of {file} cannot be read and is not used"] if damaged else []
-    step = prediction.signature
     same = [each for each in found if step and each.step == step]
     ours = [each for each in same if gpu is not None and is_named(gpu, each.setting.gpu)]
     if not ours:

@@ -14,6 +14,7 @@ from lightning_memguard.core.device.budget import read_budget
 from lightning_memguard.core.device.context import CONTEXT_BYTES, context_bytes, nccl_bytes
 from lightning_memguard.core.device.process import process_bytes
 from lightning_memguard.core.gpus import Gpu
+from lightning_memguard.core.range import NOTHING, Range
 from lightning_memguard.core.simulation.fake_cuda import gpu_of
 from lightning_memguard.errors import MemGuardError
 from lightning_memguard.units import format_bytes
@@ -25,7 +26,7 @@ class Target:
 
     device: torch.device
     gpu: Gpu | None = None
-    context_bytes: int | tuple[int, int, int] = 0
+    context_bytes: Range[int] = NOTHING
     capacity_bytes: int | None = None
     notes: tuple[str, ...] = ()
 
@@ -33,12 +34,9 @@ class Target:
         """Return the target with the memory that NCCL takes for so many communicators."""
         if self.device.type != "cuda" or self.gpu is None or not communicators:
             return self
-        known = self.context_bytes
-        context = known if isinstance(known, tuple) else (known,) * 3
         taken = nccl_bytes(communicators, self.gpu.compute_capability)
-        capacity = None if self.capacity_bytes is None else self.capacity_bytes - taken[1]
-        least, likely, most = (mine + more for mine, more in zip(context, taken, strict=True))
-        return replace(self, context_bytes=(least, likely, most), capacity_bytes=capacity)
+        capacity = None if self.capacity_bytes is None else self.capacity_bytes - taken.likely
+        return replace(self, context_bytes=self.context_bytes + taken, capacity_bytes=capacity)
 
 
 _STAND_IN = "NVIDIA A100-SXM4-80GB"
@@ -67,13 +65,13 @@ def target_of(name: str, model: nn.Module | None = None) -> Target:
     """
     device = check_device(name)
     if isinstance(device, Gpu):
-        return Target(torch.device("cuda"), device, CONTEXT_BYTES, device.memory_bytes - CONTEXT_BYTES[1])
+        return Target(torch.device("cuda"), device, CONTEXT_BYTES, device.memory_bytes - CONTEXT_BYTES.likely)
     if device.type == "cpu" and model is not None:
         return Target(device, context_bytes=process_bytes(model.parameters(), torch.get_num_threads()))
     if device.type != "cuda":
         return Target(device)
     if torch.cuda.is_available():
-        return Target(device, gpu_of(device), context_bytes(device))
+        return Target(device, gpu_of(device), Range.exactly(context_bytes(device)))
     note = f"no CUDA device is available: predicted for an {_STAND_IN}; choose another GPU, or the CPU, by `device`"
     return replace(target_of(_STAND_IN), capacity_bytes=None, notes=(note,))
 

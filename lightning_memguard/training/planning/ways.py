@@ -20,14 +20,14 @@ from lightning_memguard.core.capture.capture import Captures, UserCode
 from lightning_memguard.core.capture.predict import Prediction, predict, speed_here
 from lightning_memguard.core.capture.program import PRECISIONS, Program
 from lightning_memguard.core.decision.decision import Budget, Limits, check_count
+from lightning_memguard.core.range import Range
 from lightning_memguard.core.replay.footprint import Footprint
-from lightning_memguard.core.replay.seconds import Seconds
 from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.core.trace.trace import Trace
 from lightning_memguard.errors import CannotTraceError, MemGuardError
 from lightning_memguard.training.facts.ranks import attempt
 from lightning_memguard.training.planning.layouts import shardings_for
-from lightning_memguard.training.planning.remedies import Remedy, checkpointing, precisions
+from lightning_memguard.training.planning.remedies import Remedy, checkpointing, offloading, precisions
 from lightning_memguard.training.planning.structure import Structure
 from lightning_memguard.training.planning.subject import MakeOptimizer, Step, Subject, program_of, subject_of
 from lightning_memguard.training.planning.target import Target, target_and_budget
@@ -67,10 +67,10 @@ class TrainingWay:
         return self.batch_size * self.accumulate_grad_batches * self.ranks
 
     @cached_property
-    def seconds_per_sample(self) -> Seconds | None:
+    def seconds_per_sample(self) -> Range[float] | None:
         """The time of a step, by its samples; None if the device's speed is not known."""
         step = self.footprint.step_seconds
-        return step and step.times(1 / self.samples)
+        return step and step.scaled(1 / self.samples)
 
     @property
     def dollars_per_million(self) -> float | None:
@@ -215,16 +215,16 @@ class _Search:
         with Captures(program, rough=not recurs if size else option > 0):
             context = target.context_bytes
             found = predict(program, size or self.of_rank, settings, context_bytes=context, scalable=not size)
-            if found.method == "states":
-                raise CannotTraceError("; ".join(found.notes))
+            if found.curve.method == "states":
+                raise CannotTraceError("; ".join(found.curve.notes))
             footprints = [found.footprint_at(size)] if size else [*self._grown(found, first.kind)]
-        return any(trace.recurs for trace in found.traces.values()), footprints
+        return any(trace.recurs for trace in found.curve.surveyed.values()), footprints
 
     def _grown(self, found: Prediction, kind: tuple[str, bool]) -> Iterator[Footprint]:
         most = max(place.budget.usable_bytes for place in self.places if place.kind == kind)
         for size in self.sizes if found.program.batches_per_step else self.sizes[-1:]:
             trace, batches = found.trace_at(size), self.of_rank // size
-            footprint = found.footprint_of(_accumulating(trace) if batches > 1 else trace)
+            footprint = found.curve.footprint_of(_accumulating(trace) if batches > 1 else trace)
             if footprint.most_device_bytes > most:
                 return
             yield replace(footprint, timing=footprint.timing and replace(footprint.timing, batches_per_step=batches))
@@ -300,7 +300,8 @@ def _remedies(subject: Subject, place: _Place) -> Iterator[tuple[Remedy, ...]]:
     program = program_of(subject, place.target)
     several = subject.devices * subject.nodes > 1 and subject.runs_in_lightning
     ways: Sequence[Any] = [*_shardings(subject, place)] if several else [None]
-    blocks = [None, *checkpointing(program.inspect(Structure.of))][:2] if not several else [None]
+    inside = [*checkpointing(program.inspect(Structure.of))][:1] if not several else []
+    blocks = [None, *inside, offloading(program)]
     for combined in itertools.product(ways, [None, *precisions(program)], blocks):
         yield tuple(filter(None, combined))
 

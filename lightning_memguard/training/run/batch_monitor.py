@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import starmap, zip_longest
 from operator import gt
 from typing import Any
@@ -12,13 +14,16 @@ import torch
 from lightning_memguard.core.batch.batches import batches_from_one
 from lightning_memguard.core.batch.nesting import batch_bytes, batch_size_of, growth_sizes, map_tensors, shapes_of
 from lightning_memguard.core.capture.capture import trusted_child
+from lightning_memguard.core.capture.curve import Terms
 from lightning_memguard.core.capture.predict import Prediction, predict
+from lightning_memguard.core.capture.program import Program
 from lightning_memguard.core.decision.decision import Budget, Request, decide
 from lightning_memguard.core.decision.record import Measured
 from lightning_memguard.core.device.budget import read_budget
 from lightning_memguard.core.device.host import or_none
 from lightning_memguard.core.device.meter import allocated_now
 from lightning_memguard.core.replay.footprint import Footprint
+from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.core.replay.timeline import LineShare, shares_at_peak
 from lightning_memguard.core.trace.trace import Shapes, Trace
 from lightning_memguard.errors import DoesNotFitError, MemGuardError
@@ -30,12 +35,30 @@ _NEXT = 1.1  # what was announced once is announced again when it is this much l
 _MOST_USUAL = 1024  # shapes that are known to be within the prediction
 
 
+@dataclass(frozen=True, eq=False)
+class Kind:
+    """Batches of one size, as far as memory grows with it, and what was predicted of their step, without its traces."""
+
+    sizes: tuple[float, ...]
+    batch_size: int
+    footprint: Footprint
+    program: Program
+    terms: Terms
+
+    def times(self, sizes: Sequence[float]) -> float:
+        """How many times as large a batch is, in the size that grew most."""
+        pairs = zip_longest(sizes, self.sizes, fillvalue=0.0)
+        return max((size / known if known else math.inf for size, known in pairs if size or known), default=1.0)
+
+
 class BatchWatch:
     """Compares each batch of a step, at its batch size, with those predicted from; cheap: it examines every one.
 
     Attributes:
         exceeds: whether the batch at hand is larger than those predicted from.
         largest: the last one that was announced for its memory, and a prediction on batches like it.
+        kinds: of batches that were predicted: first those that the run was decided by.
+        is_same: whether the batch at hand is as large as the one before it.
         saw_whole: whether any was as large as predicted.
     """
 
@@ -47,18 +70,24 @@ class BatchWatch:
         self.shapes: Shapes = ()
         self.exceeds = self.saw_whole = False
         self.largest: tuple[Larger, Prediction] | None = None
-        self.is_fixed, kinds = bool(prediction.kinds), prediction.kinds or [((), self._predicted_bytes)]
+        kinds = prediction.curve.kinds or [((), self._predicted_bytes)]
+        self.is_fixed = bool(prediction.curve.kinds)
         self._usual = set[Shapes]()
         self._quick: list[torch.Size] | int = 0
+        self.is_same = False
         self._most_bytes = 0.0
         self._limits = [max(sizes) for sizes in zip_longest(*starmap(growth_sizes, kinds), fillvalue=0.0)]
         self._of_prediction = [*self._limits]
+        usual = profile.with_extra(prediction.footprint_at(batch_size))
+        largest = zip_longest(*(growth_sizes(*kind, alone=False) for kind in kinds), fillvalue=0.0)
+        self.kinds = [Kind(tuple(map(max, largest)), batch_size, usual, prediction.program, prediction.curve.terms)]
 
     def larger(self, batch: object) -> Larger | None:
         """Compare a batch on its way into the step with the prediction; None if it is within it."""
         quick = _quick_sizes(batch, by_shape=self.is_fixed)
-        if quick == self._quick and quick:
-            return None  # as large as the one before
+        self.is_same = bool(quick) and quick == self._quick
+        if self.is_same:
+            return None
         self._quick, self.shapes = quick, tuple(quick) if isinstance(quick, list) else shapes_of(batch)
         self.exceeds = False
         if self.shapes in self._usual:
@@ -70,20 +99,40 @@ class BatchWatch:
         if any(starmap(gt, zip_longest(sizes, self._limits, fillvalue=0.0))):
             both = zip_longest(sizes, self._limits, fillvalue=0.0)
             self._limits = [size * _NEXT if size > limit else limit for size, limit in both]
-            return attempt(lambda: self._predicted(batch)).value
+            return self.predict(batch)
         if len(self._usual) < _MOST_USUAL and not self.exceeds:
             self._usual.add(self.shapes)
         return None
 
+    def alike(self, batch: object) -> tuple[Kind, float]:
+        """Return the predicted kind that the batch at hand is most like, and how many times as large it is at most.
+
+        Memory grows with the square of a batch's bytes at most, and with no more than one of its `growth_sizes`.
+        """
+        sizes = self._sizes(batch)
+        times = [kind.times(sizes) for kind in self.kinds]
+        times = times if self.is_fixed else [max(each, each**2) for each in times]
+        place = min(range(len(times)), key=lambda at: self.kinds[at].footprint.most_device_bytes * times[at])
+        return self.kinds[place], times[place]
+
+    def _sizes(self, batch: object) -> list[float]:
+        """What memory grows with, without single dimensions, which one batch shares with others."""
+        return growth_sizes(self.shapes if self.is_fixed else (), batch_bytes(batch), alone=False)
+
+    def predict(self, batch: object) -> Larger | None:
+        """Predict a step on the batch at hand; None if it needs no more than is known, or cannot be predicted."""
+        return attempt(lambda: self._predicted(batch)).value
+
     def _predicted(self, batch: object) -> Larger | None:
         """Predict a step on batches like this one, as its transfer leaves it; None if it needs no more."""
-        size, known = batch_size_of(batch), self.prediction
+        size, known, terms = batch_size_of(batch), self.prediction, self.prediction.curve.terms
         with torch.inference_mode(mode=False):
             like = map_tensors(batch, lambda tensor: torch.empty_like(tensor, device="meta"))
             program = known.program.with_batches(batches_from_one(like, size))
-            prediction = predict(program, size, known.settings, context_bytes=known.context_bytes, scalable=False)
+            prediction = predict(program, size, terms.settings, context_bytes=terms.context_bytes, scalable=False)
             footprint = self.profile.with_extra(prediction.footprint_at(size))
-        usual, nbytes = self.profile.with_extra(known.footprint_at(self.batch_size)), footprint.most_device_bytes
+        usual, nbytes = self.kinds[0].footprint, footprint.most_device_bytes
+        self.kinds.append(Kind(tuple(self._sizes(batch)), size, footprint, program, terms))
         if nbytes <= max(self._most_bytes, usual.most_device_bytes) and not footprint.is_partial:
             return None
         self._most_bytes = nbytes * _NEXT
@@ -100,7 +149,7 @@ class BatchWatch:
         It is smaller than the one that ran. 0 if not even one sample would have fit, None if that is not known.
         ``alike``: a prediction on batches like the one that did not fit.
         """
-        if alike is not None and alike.method == "states":
+        if alike is not None and alike.curve.method == "states":
             return None
         scaled = replace(budget, free_bytes=int(budget.usable_bytes / ratio), margin_bytes=0)
         size, unit = self.batch_size, self.profile.loader_info.unit
@@ -152,13 +201,13 @@ def failure(watch: BatchWatch, decided: Footprint, measured: Measured | None, **
     smaller = None if watch.is_fixed else watch.would_fit(watch.budget_now(), ratio, alike=alike)
     shapes = watch.shapes, watch.predicted_shapes
     of_larger, trace_at = (larger.footprint, alike.own_trace_at) if larger else (None, watch.profile.trace_at)
-    shares = attempt(lambda: _shares(trace_at((of_larger or decided).batch_size), alike, device)).value
+    shares = attempt(lambda: _shares(trace_at((of_larger or decided).batch_size), alike.curve.settings, device)).value
     return Failure(decided, measured, budget, now, *shapes, smaller, of_larger, shares or (), **found)
 
 
-def _shares(trace: Trace, prediction: Prediction, device: torch.device) -> list[LineShare]:
+def _shares(trace: Trace, settings: AllocatorSettings, device: torch.device) -> list[LineShare]:
     """Lines that hold the memory at the peak, next to what each line really holds, if that is recorded."""
-    shares, actual = shares_at_peak(trace, prediction.settings), or_none(allocated_now, device)
+    shares, actual = shares_at_peak(trace, settings), or_none(allocated_now, device)
     if not actual:
         return shares
     return [replace(share, actual_bytes=actual.get(share.line, 0)) if share.line else share for share in shares]

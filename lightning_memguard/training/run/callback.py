@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import os
 import sys
 from collections.abc import Callable, MutableMapping
@@ -39,7 +40,8 @@ _NOT_USED = ("on_before_zero_grad", "on_before_backward", "on_after_backward", "
 def _callback_classes() -> tuple[type, ...]:
     """The Callback class of each Lightning that is installed: ``lightning``, ``pytorch_lightning`` or both.
 
-    They are unrelated classes; a callback that is both works in both Trainers.
+    They are unrelated classes; a callback that is both works in both Trainers. A program may have mapped one package
+    onto the other, or made one class inherit from the other.
     """
     classes: list[type] = []
     failures: list[Exception] = []
@@ -50,7 +52,8 @@ def _callback_classes() -> tuple[type, ...]:
             failures.append(error)
     if not classes:
         raise ImportError("Neither `lightning` nor `pytorch-lightning` can be imported; install one.") from failures[0]
-    return tuple(classes)
+    unlike = list(dict.fromkeys(classes))
+    return tuple(each for each in unlike if not any(issubclass(other, each) for other in unlike if other is not each))
 
 
 _Hook = TypeVar("_Hook", bound=Callable[..., None])
@@ -80,6 +83,7 @@ def _guarded(hook: _Hook) -> _Hook:
 
 
 _REPLACED = {
+    "prefer": 'pass batch_size="largest" or "fastest"',
     "on_oom": "steps are no longer repeated in parts; `offload` runs a batch that will not fit whole, with its "
     'activations on the host: "if_needed" (the default), "always" or "never"',
 }
@@ -106,10 +110,17 @@ def _parsed(name: str, budget: int | str | None) -> int | None:
 
 
 class MemGuard(*_callback_classes()):  # type: ignore[misc]
-    """Predict the memory of a training step, choose the largest batch size that fits, and log predicted next to actual.
+    """Predict the memory of a training step, make the batch size fit, and log predicted next to actual.
 
     Args:
-        mode: ``"tune"`` chooses the batch size; ``"check"`` predicts, warns if it does not fit, and changes nothing.
+        mode: ``"tune"`` makes the batch size fit, or chooses it; ``"check"`` predicts, warns if it does not fit, and
+            changes nothing.
+        batch_size: ``"auto"`` keeps a batch size that was set: if it fits, nothing about the training changes; if not,
+            the batch is divided and gradients are accumulated. If none was set (a DataLoader has 1 then), it chooses as
+            ``"largest"`` does. ``"keep"`` keeps 1, too. ``"largest"`` chooses the largest batch size that fits and
+            leaves an epoch ``min_steps_per_epoch``; ``"fastest"`` the smallest of those whose predicted time a sample
+            is within 3 % of the best, where that is known. Validation, test and prediction never get larger batches
+            than they were given.
         budget: what the training may take on its device: bytes, or text such as ``"24GiB"`` (default: what the device
             has free).
         host_budget: what batches that workers have ready, these processes and the writing of a checkpoint may take of
@@ -117,20 +128,20 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
             group and /dev/shm have free). On the CPU it is one with ``budget``.
         margin: share of the budget to keep free, in [0, 1).
         min_batch_size: the smallest batch size to choose.
-        max_batch_size: the largest batch size to choose.
+        max_batch_size: the largest batch size to train with.
         multiple_of: choose multiples of this only.
         min_steps_per_epoch: the batch size does not grow so far that an epoch has fewer optimizer steps than this, or
-            than it has anyway: fewer steps train less. ``None`` for no such limit. It is not asked if
-            ``keep_effective_batch_size`` is given.
-        prefer: ``"largest"`` chooses the largest batch size that fits; ``"smallest_fast"`` the smallest of those whose
-            predicted time a sample is within 3 % of the best, not below the loader's own if that fits; where no time
-            is known, it is the largest.
+            than it has anyway: fewer steps train less. Nor does it grow with ``max_steps``, or with a schedule that
+            counts steps and does not read ``estimated_stepping_batches``. ``None`` for no such limit. It is not asked
+            if ``keep_effective_batch_size`` is a number.
         keep_effective_batch_size: samples that each optimizer step sees. ``"if_smaller"``: if the loader's batch does
             not fit, it is divided, and gradients are accumulated over the pieces, so that a step sees the samples that
-            it had. A number: ``accumulate_grad_batches`` is set so that batch size x accumulation x ranks comes as
-            close to it as it can without passing it. ``None``: the accumulation stays as it is.
+            it had. A number: batch size and ``accumulate_grad_batches`` are set so that batch size x accumulation x
+            ranks comes as close to it as it can without passing it, with the largest batches that fit. ``None``: the
+            accumulation stays as it is.
         max_setup_seconds: how long predictions may take before the run starts. After that, the decision is made from
-            what is known, with a range and a note, or the run is not tuned. ``None`` for as long as it takes.
+            what is known, with a range and a note, or the run is not tuned; a batch shrinks only if even the least
+            does not fit. ``None`` for as long as it takes.
         offload: what becomes of a training batch that will not fit. ``"if_needed"``: its step runs whole, once, and
             keeps the activations that exceed the device in host memory until its backward pass: the same operators on
             the same tensors, slower by the transfers. ``"always"``: each step does, which lets larger batches fit.
@@ -156,6 +167,7 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
         self,
         mode: Literal["tune", "check"] = "tune",
         *,
+        batch_size: Literal["auto", "keep", "largest", "fastest"] = "auto",
         budget: int | str | None = None,
         host_budget: int | str | None = None,
         margin: float = 0.05,
@@ -163,19 +175,23 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
         max_batch_size: int | None = None,
         multiple_of: int = 1,
         min_steps_per_epoch: int | None = 50,
-        prefer: Literal["largest", "smallest_fast"] = "largest",
         keep_effective_batch_size: int | Literal["if_smaller"] | None = "if_smaller",
         offload: Literal["if_needed", "always", "never"] = "if_needed",
         max_setup_seconds: float | None = 60.0,
         learn: bool = True,
         **replaced: object,
     ) -> None:
+        given = dict(locals())
         super().__init__()
         _refuse(replaced)
+        self._given = {name: given[name] for name in _DEFAULTS}
         if mode not in ("tune", "check"):
             raise MemGuardError(f"mode={mode!r} is unknown; choose 'tune' or 'check'.")
-        if prefer not in ("largest", "smallest_fast"):
-            raise MemGuardError(f"prefer={prefer!r} is unknown; choose 'largest' or 'smallest_fast'.")
+        if batch_size not in ("auto", "keep", "largest", "fastest"):
+            raise MemGuardError(
+                f"batch_size={batch_size!r} is unknown; choose 'auto', 'keep', 'largest' or 'fastest', and "
+                "pass numbers to the DataLoader."
+            )
         if offload not in ("if_needed", "always", "never"):
             raise MemGuardError(f"offload={offload!r} is unknown; choose 'if_needed', 'always' or 'never'.")
         effective = None if keep_effective_batch_size == "if_smaller" else keep_effective_batch_size
@@ -188,7 +204,7 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
             *limits,
             mode=mode,
             offload=offload,
-            prefer=prefer,
+            batch_size=batch_size,
             min_steps_per_epoch=min_steps_per_epoch,
             max_setup_seconds=max_setup_seconds,
             host_budget_bytes=_parsed("host_budget", host_budget),
@@ -221,6 +237,10 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
     def decision(self) -> Decision | None:
         """The batch size and why; None before the first run was set up."""
         return self._last_run.decision if self._last_run else self._known_decision
+
+    def __repr__(self) -> str:
+        shown = (f"{name}={value!r}" for name, value in self._given.items() if value != _DEFAULTS[name])
+        return f"{type(self).__name__}({', '.join(shown)})" + (f": {self.decision.reason}" if self.decision else "")
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies know the decision and the records, and have no run: that belongs to one Trainer in one process."""
@@ -324,7 +344,7 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
         if run.is_decided:
             run.announce()
         missing = gaps("every run", "lightning", "operators", trainer=trainer)
-        if missing and trainer.is_global_zero and "does not have" not in run.decision.reason:
+        if missing and trainer.is_global_zero and run.decision.outcome != "stepped aside":
             warn(f"MemGuard does less in this run: {missing}.", stacklevel=3)
 
     def _check(self, trainer: Trainer, stage: str) -> None:
@@ -461,3 +481,7 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
         run, self._run = self._run, None
         if run:
             run.close()
+
+
+_PARAMETERS = inspect.signature(MemGuard.__init__).parameters.values()
+_DEFAULTS = {each.name: each.default for each in _PARAMETERS if each.default is not each.empty}

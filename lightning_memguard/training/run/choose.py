@@ -3,85 +3,96 @@
 from __future__ import annotations
 
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 
-from lightning_memguard.core.capture.capture import Captures, trusted_child
-from lightning_memguard.core.capture.predict import Prediction, predict, speed_here
-from lightning_memguard.core.decision.decision import Budget, Decision, LimitedBy, Request, decide
+from lightning_memguard.core.capture.capture import Captures, failed_for_fork, trusted_child
+from lightning_memguard.core.capture.curve import Curve
+from lightning_memguard.core.capture.predict import Prediction, Surveyor, speed_here
+from lightning_memguard.core.decision.decision import Decision, LimitedBy, Request, decide
+from lightning_memguard.core.isolation.pool import Children, is_forked
 from lightning_memguard.core.replay.alternatives import VARIABLE
 from lightning_memguard.core.replay.footprint import Footprint
-from lightning_memguard.core.replay.learned import Learned
 from lightning_memguard.core.replay.seconds import Speed
-from lightning_memguard.errors import CannotTraceError, MemGuardError
+from lightning_memguard.errors import CannotTraceError, DoesNotFitError, MemGuardError
 from lightning_memguard.training.adapter.callbacks import schedules_accumulation
-from lightning_memguard.training.data.loaders import leaves_one, spoiled_by
-from lightning_memguard.training.facts.ranks import Attempt, Ranks, attempt
+from lightning_memguard.training.data.loaders import leaves_one, leaves_out, spoiled_by
+from lightning_memguard.training.facts.ranks import Attempt, Ranks, attempt, failed
 from lightning_memguard.training.planning.advise import setting_that_saves
 from lightning_memguard.training.planning.search import largest_that_runs, smallest_fast
 from lightning_memguard.training.run.guard_settings import GuardSettings
-from lightning_memguard.training.run.profile import Reading, Run, RunProfile, ValidationRun, profile_of
+from lightning_memguard.training.run.profile import (
+    MOST_IN_A_BATCH,
+    HandedRun,
+    Reading,
+    Run,
+    RunProfile,
+    RunReader,
+    ValidationRun,
+    profile_of,
+    read_run,
+)
 from lightning_memguard.training.run.progress import SetupLine
+from lightning_memguard.training.strategies.no_collectives import no_collectives
 from lightning_memguard.units import format_bytes
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 _MOST_ROUNDS = 5
+_READ, _PROFILE = "read", "profile"  # requests of a planner's child
 
 Choice = tuple[Decision, RunProfile]
 
 
 @dataclass(frozen=True)
-class _Terms:
-    """The values of a profile that may differ from one choice to the next."""
+class _Read:
+    """The end of an attempt to read a run: its batch size, or a reason.
 
-    budget: Budget
-    request: Request
-    validation_batch_size: int | None
-    extra: tuple[tuple[str, int], ...]
-    context_bytes: int | tuple[int, int, int]
-    learned: Learned | None
+    Attributes:
+        is_final: whether it would end alike anywhere.
+        only_here: whether no child can do it.
+    """
 
-    @classmethod
-    def of(cls, profile: RunProfile) -> _Terms:
-        validation = profile.validation
-        size, step = validation.batch_size if validation else None, profile.prediction
-        extra = tuple(profile.extra.items())
-        return cls(profile.budget, profile.request, size, extra, step.context_bytes, step.learned)
-
-    def applied_to(self, profile: RunProfile) -> RunProfile:
-        validation = profile.validation
-        if validation is not None and self.validation_batch_size is not None:
-            validation = replace(validation, batch_size=self.validation_batch_size)
-        asked = replace(profile, budget=self.budget, request=self.request, extra=dict(self.extra))
-        return replace(asked, validation=validation).with_context(self.context_bytes).learning(self.learned)
+    size: Attempt[int]
+    is_final: bool = True
+    only_here: bool = False
 
 
 class Planner:
-    """Predicts and chooses for a run, in a child of its own that has children for the captures.
+    """Reads a run, predicts and chooses for it, in a child of its own that has children for the captures.
 
-    Traces are large; here none of them ever is in the run's own process, where they would take memory while it trains.
-    If there can be no child, the same is done here.
+    What the user's loaders and hooks do there, and what their data keeps, ends with that child. Traces are large; here
+    none of them ever is in the run's own process, where they would take memory while it trains. If there can be no
+    child, the same is done here.
 
     Args:
         settings: of the guard.
-        known: the run as it was read, or its profile if that is known already.
+        known: the run as it is to be read, or its profile if that is known already.
         line: the status line of the setup; it is closed at the end.
     """
 
-    def __init__(self, settings: GuardSettings, known: Reading | RunProfile, line: SetupLine) -> None:
+    def __init__(self, settings: GuardSettings, known: RunReader | RunProfile, line: SetupLine) -> None:
         self._settings, self._line = settings, line
         self._deadline = time.monotonic() + settings.most_setup_seconds
-        self._reading = known if isinstance(known, Reading) else None
-        self._profile = None if isinstance(known, Reading) else known
-        self._run: Run = known.run
+        self._reader = known if isinstance(known, RunReader) else None
+        self._reading: Reading | None = None
+        self._profile = known if isinstance(known, RunProfile) else None
+        self._run: Run | None = known.run if isinstance(known, RunProfile) else None
+        self._gpu = known.gpu if isinstance(known, RunReader) else known.run.program.gpu
         # a child has one thread, and this process none of the child's
-        self._speed = speed_here(self._run.program.gpu) if settings.prefer == "smallest_fast" else None
+        self._speed = speed_here(self._gpu) if settings.batch_size == "fastest" else None
         self._captures: Captures | None = None
+        self._only_here = False  # what a child cannot do
         self._open = ExitStack()
-        self._child = trusted_child(self._work, while_waiting=lambda: line.show(self._child.doing))
+        self._child = self._new_child()
+
+    def _new_child(self, *, reaches_out: bool = False) -> Children[RunProfile | str, object]:
+        def show() -> None:
+            self._line.show(self._child.doing)
+
+        return trusted_child(self._work, while_waiting=show, reaches_out=reaches_out)
 
     def __enter__(self) -> Self:
         return self
@@ -91,34 +102,84 @@ class Planner:
         self._open.close()
         self._line.close()
 
-    def start(self) -> None:
-        """Begin to predict."""
-        self._child.start(None)
+    def read(self) -> Attempt[int]:
+        """Have the data read; return its batch size, and begin to predict.
+
+        A child that is cut off reads it. If that fails, one that may write new files and connect to other machines
+        does; this process only if there can be no child, or CUDA is in use, which no child can use.
+        """
+        done = self._read_apart() or self._read_apart(reaches_out=True) or self._read()
+        if done.size.value is not None:
+            self._child.start(_PROFILE)
+        return done.size
+
+    def _read_apart(self, *, reaches_out: bool = False) -> _Read | None:
+        """Have a child read; None if it may be possible elsewhere, after which the child is gone."""
+        self._child.close()
+        if self._only_here:
+            return None
+        self._child = self._new_child(reaches_out=reaches_out)
+        answer = self._child.answer(_READ)
+        done = cast("_Read | None", answer.value)
+        if done is None and not answer.here:
+            done = _Read(Attempt(reason=f"its data was not read: {answer.lost}"))
+        self._only_here = done is None or done.only_here
+        if done is not None and (done.is_final or (reaches_out and not done.only_here)):
+            return done
+        self._child.close()
+        return None
+
+    def _read(self) -> _Read:
+        try:
+            with no_collectives() if is_forked() else nullcontext():
+                self._reading = read_run(cast("RunReader", self._reader))
+        except MemGuardError as error:
+            return _Read(Attempt(reason=str(error)))
+        except Exception as error:  # noqa: BLE001 - the user's code may raise anything
+            return _Read(failed(error), is_final=False, only_here=failed_for_fork(error))
+        self._run = self._reading.run
+        return _Read(Attempt(self._reading.batch_size))
 
     def profile(self) -> Attempt[RunProfile]:
         """All that is known of the run once its steps were captured."""
-        answer = cast("Attempt[RunProfile]", self._child.ask(None))
-        return replace(answer, value=answer.value.attached_to(self._run)) if answer.value else answer
+        answer = cast("Attempt[tuple[RunProfile, HandedRun]]", self._child.ask(_PROFILE))
+        if answer.value is None:
+            return Attempt(None, answer.reason, answer.too_large)
+        profile, handed = answer.value
+        if self._run is None and self._reader is not None:
+            self._run = self._reader.run_of(handed)
+        return Attempt(profile.attached_to(self._known_run))
+
+    @property
+    def _known_run(self) -> Run:
+        if self._run is None:
+            raise CannotTraceError("the process that had read its data ended early")
+        return self._run
 
     def choose(self, profile: RunProfile) -> Attempt[Choice]:
         """Return this rank's choice and the profile behind it."""
-        answer = cast("Attempt[Choice]", self._child.ask(_Terms.of(profile)))
+        answer = cast("Attempt[Choice]", self._child.ask(profile.detached()))
         if answer.value is None:
             return answer
         decision, chosen = answer.value
-        run = self._run.accumulating() if decision.accumulate_grad_batches > 1 else self._run
+        run = self._known_run.accumulating() if decision.accumulate_grad_batches > 1 else self._known_run
         return replace(answer, value=(decision, chosen.attached_to(run)))
 
-    def _work(self, terms: _Terms | None) -> Attempt[RunProfile] | Attempt[Choice]:
-        """Answer in the child: with a choice on these terms, or without terms with the profile."""
-        if terms is None:
-            return attempt(lambda: self._captured_profile().detached())
-        return attempt(lambda: self._choose_on(terms))
+    def _work(self, asked: RunProfile | str) -> object:
+        """Answer in the child: with a choice from what is known, with that itself, or with the reading of the run."""
+        if isinstance(asked, RunProfile):
+            return attempt(lambda: self._choose_from(asked))
+        return self._read() if asked == _READ else attempt(self._handed_profile)
+
+    def _handed_profile(self) -> tuple[RunProfile, HandedRun]:
+        profile = self._captured_profile()
+        return profile.detached(), HandedRun.of(profile)
 
     def _captured_profile(self) -> RunProfile:
+        run = self._known_run
         if self._captures is None:
-            evaluation = self._run.evaluation.value
-            programs = [self._run.program, *([evaluation.program] if evaluation else [])]
+            evaluation = run.evaluation.value
+            programs = [run.program, *([evaluation.program] if evaluation else [])]
             programs = [each for program in programs for each in program.kinds or (program,)]
             next_size = self._reading.next_size if self._reading else None
             captures = Captures(*programs, next_size=next_size, deadline=self._deadline)
@@ -127,17 +188,19 @@ class Planner:
             self._profile = profile_of(self._reading, self._captures)
         return cast("RunProfile", self._profile)
 
-    def _choose_on(self, terms: _Terms) -> Choice:
-        profile = terms.applied_to(self._captured_profile())
+    def _choose_from(self, known: RunProfile) -> Choice:
+        self._captured_profile()  # with its captures open
+        profile = known.unpacked().attached_to(self._known_run)
         decision, chosen = _own_choice(profile, self._settings)
-        if profile.request.prefers_fast and decision.footprint:
+        if profile.request.prefers_fast and profile.request.may_grow and decision.footprint:
             decision, chosen = _fast((decision, chosen), profile, self._settings, self._speed)
-        asked, most = profile.request, self._settings.max_batch_size
+        largest, asked, most = _largest(chosen), profile.request, self._settings.max_batch_size
         by_memory = decision.limited_by in ("memory", "max_batch_size", "last_batch")  # of this rank or another
         is_cut = by_memory and decision.batch_size < asked.batch_size <= (most or asked.batch_size)
         if self._settings.divides and asked.free_to_choose and is_cut:
             decision, chosen = _divided((decision, chosen), profile, self._settings)
-        if self._run.program.gpu is None and self._settings.prefer == "largest" and decision.footprint:
+        decision = replace(decision, largest_batch_size=largest)
+        if self._gpu is None and self._settings.batch_size != "fastest" and decision.footprint:
             # the CPU's speed would have to be measured, in every fit
             decision = replace(decision, footprint=replace(decision.footprint, timing=None))
         return decision, chosen.detached()
@@ -154,15 +217,18 @@ def choose(profile: RunProfile, ranks: Ranks, planner: Planner) -> Choice:
     limit: LimitedBy = "memory"
     for _ in range(_MOST_ROUNDS):
         decision, chosen = ranks.agree(planner.choose(asked))
-        proposals = ranks.gather((decision.batch_size, decision.validation_batch_size or 0, decision.limited_by))
-        sizes = [(size, size_val) for size, size_val, _ in proposals]
+        largest = decision.largest_batch_size
+        mine = decision.batch_size, decision.validation_batch_size or 0, decision.limited_by, largest
+        proposals = ranks.gather(mine)
+        sizes = [(size, size_val) for size, size_val, *_ in proposals]
         least, least_val = min(size for size, _ in sizes), min(size for _, size in sizes)
         if all(size == (least, least_val) for size in sizes):
             most = profile.request.max_batch_size
             if len(sizes) > 1 and decision.limited_by == "max_batch_size" and (not most or decision.batch_size < most):
                 decision = replace(decision, limited_by=limit)  # what limited the rank that set the size
-            return decision, chosen
-        limit = "time" if (least, "time") in [(size, by) for size, _, by in proposals] else limit
+            known = [most for *_, most in proposals if most is not None]
+            return replace(decision, largest_batch_size=min(known) if len(known) == len(proposals) else None), chosen
+        limit = "time" if (least, "time") in [(size, by) for size, _, by, _ in proposals] else limit
         capped = asked.request
         if capped.free_to_choose:
             capped = replace(capped, max_batch_size=least, prefers_fast=False)
@@ -184,7 +250,7 @@ def _fast(largest: Choice, profile: RunProfile, settings: GuardSettings, speed: 
 
     known = chosen.prediction.growth is not None and seconds_at(decision.batch_size)
     if not known:
-        note = 'prefer="smallest_fast" chose the largest size that fits: how long a step takes is not known'
+        note = 'batch_size="fastest" chose the largest size that fits: how long a step takes is not known'
         footprint = decision.footprint and replace(decision.footprint, notes=(*decision.footprint.notes, note))
         return replace(decision, footprint=footprint), chosen
     request = profile.request
@@ -206,26 +272,30 @@ def _own_choice(profile: RunProfile, settings: GuardSettings) -> Choice:
     def refused_by(size: int) -> LimitedBy | None:
         if profile.avoids_single_sample and leaves_one(profile.loader_info, size):
             return "last_batch"
+        if profile.run.program.trains and leaves_out(profile.loader_info, size):
+            return "drop_last"
         return spoiled_by(profile.facts, profile.loader_info, size, settings.steps_to_keep)
 
     decision, proven = largest_that_runs(
-        profile.prediction,
+        profile.step,
         profile.budget,
         profile.request,
-        footprint_at=lambda prediction, size: replace(profile, prediction=prediction).footprint_at(size),
+        footprint_at=lambda step, size: replace(profile, prediction=step.extended_to(size)).footprint_at(size),
         refused_by=refused_by,
+        preferred=_MULTIPLE if settings.multiple_of == 1 else 1,
     )
+    profile = replace(profile, prediction=proven.curve)
     if validation is not None:
         decision = replace(decision, validation_batch_size=validation.batch_size)
     if decision.footprint is not None:
-        decision = replace(decision, footprint=_with_setting_note(decision.footprint, proven))
+        decision = replace(decision, footprint=_with_setting_note(decision.footprint, proven.curve))
     saving = profile.saving_at(decision.batch_size)
     if saving and decision.footprint and saving.most_device_bytes > decision.footprint.most_device_bytes:
         decision = replace(decision, footprint=saving)
     decision = replace(decision, host=profile.host_at(decision.batch_size))
     if not profile.request.free_to_choose:
-        decision = _unchanged(decision, profile.request.fixed_because, settings)
-    return decision, replace(profile, prediction=proven)
+        decision = _unchanged(decision, profile.request, settings)
+    return decision, profile
 
 
 def _divided(cut: Choice, profile: RunProfile, settings: GuardSettings) -> Choice:
@@ -249,11 +319,29 @@ def _divided(cut: Choice, profile: RunProfile, settings: GuardSettings) -> Choic
                 footprint = replace(divided.footprint, notes=(note, *divided.footprint.notes))
                 divided = replace(divided, footprint=footprint)
             return replace(divided, limited_by=decision.limited_by), replace(chosen, request=request)
-    reason = f"{asked} samples do not fit, and each optimizer step sees {decision.batch_size}: {why_not}"
-    return replace(decision, reason=reason), chosen
+    because = f"{asked} samples do not fit, and each optimizer step sees {decision.batch_size}: {why_not}"
+    return replace(decision, because=because), chosen
 
 
-def _with_setting_note(footprint: Footprint, prediction: Prediction) -> Footprint:
+_MULTIPLE = 8  # which tensor cores are made for
+
+
+def _largest(profile: RunProfile) -> int | None:
+    """The largest batch size that memory and data allow; None if that takes captures, or no other can be set."""
+    request, known = profile.request, profile.prediction
+    is_fixed = bool(request.fixed_because) or not profile.run.program.trains
+    if known.growth is None or known.compiles or not known.scalable or is_fixed:
+        return None
+    free = replace(request, free_to_choose=True, kept_by=None, run_size=None, max_batch_size=None, min_batch_size=1)
+    asked = replace(profile, request=replace(free, keep_effective_batch_size=None))
+    try:
+        largest = decide(asked.footprint_at, asked.budget, asked.within_host()).batch_size
+    except DoesNotFitError:
+        return 0
+    return largest if request.dataset_size is not None or largest < MOST_IN_A_BATCH else None
+
+
+def _with_setting_note(footprint: Footprint, prediction: Curve) -> Footprint:
     """Return the footprint with a note if a setting of the allocator alone would make the step take clearly less."""
     known = None if footprint.is_evaluation else setting_that_saves(prediction, footprint.batch_size, _WORTH_A_NOTE)
     if known is None:
@@ -267,30 +355,33 @@ def _with_setting_note(footprint: Footprint, prediction: Prediction) -> Footprin
 _WORTH_A_NOTE = 0.05  # of what the step needs
 
 
-def _unchanged(decision: Decision, fixed_because: str, settings: GuardSettings) -> Decision:
+def _unchanged(decision: Decision, request: Request, settings: GuardSettings) -> Decision:
     """A decision to keep the batch size, with the reason; if a check could not tell more, that comes first."""
     if settings.mode == "tune":
-        return replace(decision, outcome="kept", reason=fixed_because)
+        matters = request.kept_by is None or not decision.fits
+        return replace(decision, outcome="kept", because=request.fixed_because if matters else "")
     if decision.verdict == "unknown":
-        return replace(decision, reason=fixed_because)
-    could_not = f', and mode="tune" could not change it: {fixed_because}' if fixed_because else ""
-    return replace(decision, reason=f'mode="check" changes nothing{could_not}')
+        return replace(decision, because=request.fixed_because)
+    could_not = f', and mode="tune" could not change it: {request.fixed_because}' if request.fixed_because else ""
+    return replace(decision, because=f'mode="check" changes nothing{could_not}')
 
 
 def _fitting_validation(profile: RunProfile) -> ValidationRun | None:
     """Validation at its own batch size, or if that does not fit, at the largest that does."""
     validation, usable = profile.validation, profile.budget.usable_bytes
+    if validation is not None and profile.evaluation is not None:
+        validation = replace(validation, prediction=profile.evaluation.extended_to(validation.batch_size))
     if validation is None or not profile.request.free_to_choose or validation.is_fixed:
         return validation
     if validation.footprint.most_device_bytes <= usable:
         return validation
-    known, size, unit = validation.prediction, validation.batch_size, validation.unit
-    scaled = replace(predict(known.program, size, known.settings, context_bytes=known.context_bytes), held=known.held)
-    if not scaled.scalable:
+    size, unit, program = validation.batch_size, validation.unit, profile.run.evaluation.unwrap().program
+    scaled = Prediction(program, Surveyor(program).survey(size, validation.prediction.terms))
+    if not scaled.curve.scalable:
         return validation
     try:
         request = Request(size, max_batch_size=size, multiple_of=unit)
         size = decide(scaled.footprint_at, profile.budget, request).batch_size
     except MemGuardError:  # not even one sample fits, so training does not either
         size = unit
-    return replace(validation, prediction=scaled, batch_size=size)
+    return replace(validation, prediction=scaled.extended_to(size), batch_size=size)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lightning_memguard.core.decision.decision import Decision
 from lightning_memguard.core.decision.record import EpochRecord
@@ -20,11 +20,12 @@ from lightning_memguard.core.device.measurements import (
 )
 from lightning_memguard.core.replay.learned import Learned
 from lightning_memguard.errors import MemGuardError
-from lightning_memguard.report.words import counted
+from lightning_memguard.report.failure import Failure
 from lightning_memguard.training.facts.ranks import attempt
-from lightning_memguard.units import MIB
+from lightning_memguard.units import MIB, counted
 
 if TYPE_CHECKING:
+    from lightning_memguard.core.replay.footprint import Footprint
     from lightning_memguard.training.facts.run_facts import RunFacts
     from lightning_memguard.training.run.profile import RunProfile
 
@@ -77,10 +78,8 @@ class EarlierRuns:
         self, record: EpochRecord, decision: Decision, profile: RunProfile, precision: str, module: str
     ) -> None:
         """Store what an epoch of whole steps has measured, if nothing else was there, and no step was offloaded."""
-        learned, measured, predicted = profile.prediction.learned, record.measured, record.predicted
-        if self.setting is None or self.store is None or learned is None:
-            return
-        if not record.has_error or predicted.is_evaluation:
+        learned, measured, predicted = profile.prediction.terms.learned, record.measured, record.predicted
+        if learned is None or not record.has_error or predicted.is_evaluation:
             return
         disturbed = record.offloaded or measured.alloc_retries or measured.ooms or decision.kept
         reserved = measured.peak_reserved_bytes or 0
@@ -91,22 +90,28 @@ class EarlierRuns:
         if abs(measured.peak_bytes - self._stored_bytes) <= _CHANGED * measured.peak_bytes:
             return
         timed = predicted.timing.step if predicted.timing else None
+        seconds = {
+            "predicted_step_seconds": timed.likely if timed else 0.0,
+            "step_seconds": measured.step_seconds or 0.0,
+        }
+        self._add(predicted, learned.step, (module, precision), measured.peak_bytes, reserved, **seconds)
+        self._stored_bytes = measured.peak_bytes
+
+    def remember_failure(self, failed: Failure, profile: RunProfile, precision: str, module: str) -> None:
+        """Store that a step at this size ran out of memory, and what there was; a larger batch tells nothing of it."""
+        learned, predicted = profile.prediction.terms.learned, failed.predicted
+        there_was = min(each.free_bytes for each in (failed.budget, failed.budget_now) if each)
+        if learned is not None and failed.larger is None and not predicted.is_evaluation and there_was > 0:
+            self._add(predicted, learned.step, (module, precision), there_was, 0, ran_out=True)
+
+    def _add(
+        self, predicted: Footprint, step: str, names: tuple[str, str], measured: int, reserved: int, **more: Any
+    ) -> None:
+        if self.setting is None or self.store is None:
+            return
         store, self.store = self.store, None  # what fails once is not tried again
-        store.add(
-            Measurement(
-                self.run,
-                datetime.now(timezone.utc).isoformat(timespec="seconds"),
-                module,
-                learned.step,
-                precision,
-                record.batch_size,
-                predicted.peak_device_bytes - predicted.correction_bytes,
-                measured.peak_bytes,
-                reserved,
-                predicted.parts.get("workspaces", 0),
-                self.setting,
-                timed.likely if timed else 0.0,
-                measured.step_seconds or 0.0,
-            )
-        )
-        self.store, self._stored_bytes = store, measured.peak_bytes
+        now, (module, precision) = datetime.now(timezone.utc).isoformat(timespec="seconds"), names
+        without = predicted.peak_device_bytes - predicted.correction_bytes
+        figures = predicted.batch_size, without, measured, reserved, predicted.parts.get("workspaces", 0)
+        store.add(Measurement(self.run, now, module, step, precision, *figures, self.setting, **more))
+        self.store = store

@@ -20,7 +20,7 @@ class GuardSettings(Limits):
     max_setup_seconds: float | None = 60.0
     host_budget_bytes: int | None = None
     divides: bool = True  # a batch that does not fit, and accumulates gradients
-    prefer: Literal["largest", "smallest_fast"] = "largest"
+    batch_size: Literal["auto", "keep", "largest", "fastest"] = "auto"
     learns: bool = True  # from measurements of earlier runs, and for later ones
 
     def __post_init__(self) -> None:

@@ -14,34 +14,37 @@ from torch.optim import LBFGS
 from lightning_memguard.core.decision.decision import Decision
 from lightning_memguard.core.decision.record import EpochRecord, Measured
 from lightning_memguard.core.device.malloc import KEPT_FREED_RATIO, Trimmer, return_freed_memory
-from lightning_memguard.core.device.meter import ActualSnapshot
+from lightning_memguard.core.device.meter import ActualSnapshot, save_snapshot_now
 from lightning_memguard.core.device.out_of_memory import ran_out_of_memory
+from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.core.replay.learned import range_after
 from lightning_memguard.core.replay.snapshot import save_snapshot
 from lightning_memguard.core.trace.kept import MOST_EPOCHS
 from lightning_memguard.errors import MemGuardError
-from lightning_memguard.report.decision_table import evaluation_text, last_line, setup_text, warning_of, why
-from lightning_memguard.report.failure import announcement, kept_words, note, overrun_words
+from lightning_memguard.report.decision_table import evaluation_text, last_line, setup_text, warning_of
+from lightning_memguard.report.failure import announcement, kept_words, note, overrun_words, snapshot_words
 from lightning_memguard.report.loggers import Boards
 from lightning_memguard.report.page import PAGE_NAME, Page, write_report
 from lightning_memguard.report.page_data import Report
-from lightning_memguard.report.words import counted, with_stage
+from lightning_memguard.report.words import with_stage
 from lightning_memguard.training.adapter.callbacks import learning_rates_tried
 from lightning_memguard.training.adapter.loader_access import set_batch_size
 from lightning_memguard.training.adapter.metrics import forget_logged, log_epoch
 from lightning_memguard.training.adapter.program import logging_step
 from lightning_memguard.training.data.loaders import rewrite_loaders
-from lightning_memguard.training.facts.ranks import attempt, say, warn
+from lightning_memguard.training.facts.ranks import attempt, explains, say, warn
 from lightning_memguard.training.facts.run_facts import Stage
 from lightning_memguard.training.run.aftermath import held_elsewhere, oom_kills, worker_note
 from lightning_memguard.training.run.batch_monitor import BatchWatch, failure, size_within_budget
 from lightning_memguard.training.run.growth_watch import GrowthWatch
 from lightning_memguard.training.run.guard_settings import GuardSettings
 from lightning_memguard.training.run.measuring import Measuring
+from lightning_memguard.training.run.offloading import Offloading
 from lightning_memguard.training.run.profile import RunProfile
-from lightning_memguard.training.run.resume import resume, saved_in
+from lightning_memguard.training.run.resume import is_over, resume, saved_in
 from lightning_memguard.training.run.run_report import folder_of, report_of
 from lightning_memguard.training.run.tune import recheck, tune, with_steps
+from lightning_memguard.units import counted
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer
@@ -74,16 +77,18 @@ class GuardedRun:
         self.device = self.trainer.strategy.root_device
         self.measuring = Measuring(self.trainer, self.module)
         self.tuning = tune(self.trainer, self.module, self.settings, self.stage)
-        self._announced = False
+        self._announced = self._is_over = False
         self._sized = False
         self._undo: list[Callable[[], None]] = []
         self._oom_kills = oom_kills()
+        self._own_size = 0  # of loaders that a hook has made at another batch size than at setup
         self._watches: dict[str, BatchWatch | None] = {}  # by role
         self._folder: Path | None = None
         self._report: Report | None = None
         self._boards: Boards | None = None
         self._recorder = SnapshotRecorder(self.trainer, snapshot) if snapshot else None
         self._trim: Trimmer | None = None
+        self._offloading: Offloading | None = None
         if self.decision.host:
             self.measuring.watch_children()
         self._growth: GrowthWatch | None = None
@@ -114,11 +119,12 @@ class GuardedRun:
         tunes, validation = self.settings.mode == "tune", profile.run.validation_info
         free = tunes and profile.request.free_to_choose
         rewrite = partial(rewrite_loaders, self.trainer, profile.facts)
-        self._undo.append(rewrite(profile.loader_info, self._batch_size if free else None))
+        asked = self._batch_size if free else None
+        self._undo.append(rewrite(profile.loader_info, asked, made=self._note_own_size))
         if validation is not None:
             own_size = validation.batch_size
             follows = free and not validation.fixed_because
-            size = (lambda: self.decision.validation_batch_size or own_size) if follows else None
+            size = (lambda: self._validation_size(own_size)) if follows else None
             self._undo.append(rewrite(validation, size))
         if not tunes:
             return
@@ -128,6 +134,36 @@ class GuardedRun:
         self._follow()
         self._warn_of_short_search()
 
+    def _note_own_size(self, size: int) -> None:
+        """Note the batch size that a hook has given its loaders in place of the one at setup; 0 for that."""
+        profile = self.tuning.profile
+        if profile is None or size == self._own_size or not self.trains:
+            return
+        self._own_size = size
+        self._follow_steps(profile)
+        if size and self.trainer.is_global_zero:
+            asked = self.decision.requested_batch_size
+            say(f"MemGuard: the loader has batch size {size} now, not {asked} as at setup, and keeps it.")
+
+    @property
+    def _size_now(self) -> int:
+        return self._own_size or self.decision.batch_size
+
+    @property
+    def _footprint_now(self) -> Footprint | None:
+        """The prediction at the size of the loader, and on batches like those that were larger than expected."""
+        profile, watch = self.tuning.profile, self._watches.get("train")
+        if not self._own_size or profile is None:
+            return self.decision.footprint
+        if watch is not None and watch.largest:
+            return watch.largest[0].footprint
+        return attempt(lambda: profile.footprint_at(self._own_size)).value or self.decision.footprint
+
+    def _validation_size(self, own_size: int) -> int:
+        """Return the size to make validation loaders with, 0 to leave them: at their own, whatever a hook reads now."""
+        size = self.decision.validation_batch_size or own_size
+        return size if size != own_size or self._sized else 0
+
     def _follow(self) -> None:
         """Set the batch size and accumulation that schedules and loggers read."""
         decision = self.decision
@@ -135,12 +171,16 @@ class GuardedRun:
             undo = set_batch_size(self.module, self.trainer.datamodule, self._size_to_set)  # type: ignore[attr-defined]
             self._undo.append(undo)
             self._sized = True
-        profile = self.tuning.profile
-        if profile is None:
-            return
+        if self.tuning.profile is not None:
+            self._follow_steps(self.tuning.profile)
+
+    def _follow_steps(self, profile: RunProfile) -> None:
+        decision = self.decision
         if self.trains:
-            facts = profile.facts.divided(decision.pieces)
-            self._set("accumulate_grad_batches", decision.accumulate_grad_batches)
+            own = self._own_size
+            facts = profile.facts.divided(1 if own else decision.pieces)
+            batches = decision.requested_accumulate_grad_batches if own else decision.accumulate_grad_batches
+            self._set("accumulate_grad_batches", batches)
             self._set("limit_train_batches", facts.limits["train"])
             self._set("val_check_interval", facts.val_check_interval)
         if self._watches:
@@ -153,11 +193,15 @@ class GuardedRun:
             setattr(self.trainer, name, value)
 
     def _batch_size(self) -> int:
-        """Return the size to make loaders with; checked again, as other callbacks now hold what they will hold."""
+        """Return the size to make loaders with, 0 to leave them as they are; checked again.
+
+        Other callbacks now hold what they will hold.
+        """
         reason = attempt(self._recheck).reason
         if reason:
             self._warn(f"MemGuard could not count what other callbacks hold: {reason}")
-        return self._size_to_set
+        size = self._size_to_set
+        return 0 if size == self.decision.requested_batch_size else size
 
     @property
     def _size_to_set(self) -> int:
@@ -172,7 +216,7 @@ class GuardedRun:
         self.tuning = recheck(self.tuning, self.trainer.callbacks, self.module, self.settings)  # type: ignore[attr-defined]
         if self.decision.batch_size != before.batch_size:
             self._follow()
-            self._warn(warning_of(self.decision) or why(self.decision))
+            self._warn(warning_of(self.decision) or self.decision.reason)
         elif self.decision.verdict != before.verdict:
             self._warn(warning_of(self.decision))
 
@@ -182,6 +226,7 @@ class GuardedRun:
         if not self.trains or profile is None or not profile.request.free_to_choose:
             return
         saved, before = saved_in(checkpoint, profile.request.batch_size), self.decision
+        self._is_over = is_over(checkpoint, self.trainer.max_epochs, self.trainer.max_steps)
         if saved is not None:
             self.tuning = with_steps(resume(self.tuning, saved, self.settings))
             self._follow()
@@ -189,29 +234,35 @@ class GuardedRun:
             self.announce()
 
     def announce(self) -> None:
-        """Print the table; warn if MemGuard could not do what was asked, or the training may not fit.
+        """Print the decision in a line, and in a table if memory is tight.
 
-        What the warning says is not printed as well.
+        It warns if MemGuard could not do what was asked; what that says is not printed as well.
         """
         self._announced = True
         self._undo_division_for_lbfgs()
-        if self.trainer.is_global_zero:
+        if self.trainer.is_global_zero and not self._has_no_steps:
             warning = warning_of(self.decision)
-            if self.trains and self.decision.footprint:
+            if self.trains and self.decision.footprint and (self.decision.is_tight or explains()):
                 say(setup_text(self.decision, explain=not warning, most_parts=_MOST_PARTS))
             elif not warning:
-                say(evaluation_text(self.decision, self.stage))
+                say(f"MemGuard: {self.decision.reason}" if self.trains else evaluation_text(self.decision, self.stage))
             for text in filter(None, (warning, kept_words(self.decision))):
                 self._warn(text)
+
+    @property
+    def _has_no_steps(self) -> bool:
+        trainer = self.trainer
+        none_asked = not trainer.max_epochs if trainer.max_epochs is not None else trainer.max_steps == 0
+        return self.trains and (none_asked or 0 in (trainer.max_steps, trainer.limit_train_batches) or self._is_over)
 
     def _undo_division_for_lbfgs(self) -> None:
         """Undo a division if optimizers, which exist only now, ask for a step's gradients many times, as LBFGS does."""
         decision = self.decision
         if decision.pieces > 1 and any(isinstance(optimizer, LBFGS) for optimizer in self.trainer.optimizers):
             asked, size = decision.requested_batch_size, decision.batch_size
-            reason = f"{asked} samples do not fit, and each optimizer step sees {size}: LBFGS accumulates no gradients"
+            because = f"{asked} samples do not fit, and each optimizer step sees {size}: LBFGS accumulates no gradients"
             batches = decision.requested_accumulate_grad_batches
-            decision = replace(decision, accumulate_grad_batches=batches, reason=reason)
+            decision = replace(decision, accumulate_grad_batches=batches, because=because)
             self.tuning = with_steps(replace(self.tuning, decision=decision))
             self._follow()
 
@@ -237,8 +288,15 @@ class GuardedRun:
         if profile is not None:
             self._show(profile)
             self._watch_batches(profile)
+            self._offloading = attempt(lambda: self._start_offloading(profile)).value
         if self.trains and recorder is not None and self.trainer.is_global_zero:
             self._try_writing("snapshot", lambda: self.save_snapshot(recorder.path))
+
+    def _start_offloading(self, profile: RunProfile) -> Offloading | None:
+        settings, things = self.settings, (self.trainer, self.module, profile, self.measuring)
+        if not self.trains or settings.mode != "tune" or settings.offload == "never":
+            return None
+        return Offloading(*things, self._warn_on_any_rank, settings.offload)
 
     def start_measuring(self) -> None:
         """Start measuring; what the model and its optimizers hold by now is the training's."""
@@ -257,9 +315,9 @@ class GuardedRun:
             self._growth = attempt(lambda: GrowthWatch(self.device, self.module, others)).value
 
     def _watch_batches(self, profile: RunProfile) -> None:
-        runs = {"train" if self.trains else "val": (profile.prediction, self.decision.batch_size)}
-        if profile.validation is not None:
-            runs["val"] = (profile.validation.prediction, profile.validation.batch_size)
+        runs = {"train" if self.trains else "val": (profile.step, self._size_now)}
+        if profile.validation is not None and profile.evaluation is not None:
+            runs["val"] = (profile.evaluation, profile.validation.batch_size)
         self._watches = {role: attempt(partial(BatchWatch, profile, *run)).value for role, run in runs.items()}
 
     def _show(self, profile: RunProfile) -> None:
@@ -290,7 +348,7 @@ class GuardedRun:
             self._try_writing("snapshot", recorder.close)
 
     def _warn_of_overrun(self, measured: Measured) -> None:
-        footprint, budget, watch = self.decision.footprint, self.decision.budget, self._watches.get("train")
+        footprint, budget, watch = self._footprint_now, self.decision.budget, self._watches.get("train")
         if footprint is None or budget is None or watch is None or not self.decision.fits:
             return
         if self._checks_peak and measured.peak_bytes > budget.free_bytes:
@@ -312,8 +370,15 @@ class GuardedRun:
         except Exception:  # noqa: BLE001 - a batch that cannot be examined is trained on all the same
             self._watches[role] = None
             return
-        if larger is not None:
-            self._warn(announcement(larger, role, batch_idx))
+        offloading = self._offloading if role == "train" else None
+        if offloading is None:
+            if larger is not None:
+                self._warn(announcement(larger, role, batch_idx))
+            return
+        if reason := attempt(partial(offloading.before, watch, batch, batch_idx, larger)).reason:
+            self._offloading = None
+            offloading.close()
+            self._warn_on_any_rank(f"MemGuard will not put activations on the host: {reason}")
 
     # -- at each epoch
 
@@ -324,6 +389,8 @@ class GuardedRun:
             self._growth = None
         if not self.records:
             self.measuring.restart()
+        if self._offloading is not None:
+            self._offloading.steps = 0
         forget_logged(self.trainer)
 
     def _note_growth(self) -> None:
@@ -382,19 +449,22 @@ class GuardedRun:
 
     def _record(self) -> EpochRecord | None:
         decision = self.decision
-        if decision.footprint is None or decision.budget is None:
+        footprint = self._footprint_now
+        if footprint is None or decision.budget is None:
             return None
         measured, budget = self.measuring.peak_by_part(), decision.budget
         measured = replace(measured, step_seconds=self.measuring.step_seconds)
-        epoch, size = self.trainer.current_epoch, decision.batch_size
+        epoch, size = self.trainer.current_epoch, self._size_now
         offers = budget.free_bytes, budget.margin_bytes
+        own = self._offloading.steps if self._offloading else 0
+        moved = max(self.tuning.ranks.gather(own)) if self.trains else 0
         on_host = sum(decision.host.parts.values()) if decision.host else 0
         seen = [
             each.measured.peak_bytes for each in self.records if each.has_error and each.measured.peak_reserved_bytes
         ]
         again = range_after(max(seen)) if seen else None
         loaders = decision.loader_batch_sizes
-        return EpochRecord(epoch, size, decision.footprint, measured, *offers, 0, loaders, on_host, again)
+        return EpochRecord(epoch, size, footprint, measured, *offers, moved, loaders, on_host, again)
 
     def summarize(self) -> None:
         """Print how close the prediction came; what the last epoch has left to be saved counts too."""
@@ -426,7 +496,7 @@ class GuardedRun:
         if self.tuning.ranks.rank:
             return path
         if profile is None:
-            raise MemGuardError(f"There is no predicted step to write: {decision.reason}.")
+            raise MemGuardError(f"There is no predicted step to write: {decision.because}.")
         return save_snapshot(profile.trace_at(decision.batch_size), profile.prediction.settings, path)
 
     def page(self) -> Page:
@@ -472,14 +542,30 @@ class GuardedRun:
             return worker_note(error, self.decision.host, self._oom_kills)
         profile, footprint = self.tuning.profile, self.decision.footprint
         if profile is None or footprint is None:
-            return f"MemGuard made no prediction: {self.decision.reason}."
+            return f"MemGuard made no prediction: {self.decision.because}."
         trainer = self.trainer
         role = "val" if trainer.evaluating or trainer.predicting or trainer.validating else "train"
         watch = self._watches.get(role) or next(filter(None, self._watches.values()), None)
-        watch = watch or BatchWatch(profile, profile.prediction, self.decision.batch_size)
+        watch = watch or BatchWatch(profile, profile.step, self.decision.batch_size)
         elsewhere = attempt(lambda: held_elsewhere(trainer, self.module, error)).value or {}
         found = {"elsewhere": elsewhere, "between_steps": self.measuring.between_steps}
-        return note(failure(watch, footprint, attempt(self.measuring.peak_by_part).value, **found))
+        failed = failure(watch, footprint, attempt(self.measuring.peak_by_part).value, **found)
+        lines = [note(failed)]
+        if role == "train" and self.trains:
+            names = str(trainer.precision), type(self.module).__name__
+            attempt(lambda: self.tuning.earlier.remember_failure(failed, profile, *names))
+            if self._offloading is not None and self._offloading.why_not:
+                lines.append(f"Its activations could not go to the host: {self._offloading.why_not}.")
+        lines += filter(None, [attempt(self._save_failed_step).value])
+        return "\n".join(lines)
+
+    def _save_failed_step(self) -> str:
+        """Write the predicted step, and on CUDA what the allocator holds; say where."""
+        if self._folder is None or self.tuning.ranks.rank:
+            return ""
+        path = self.save_snapshot(self._folder / "memguard_out_of_memory.pickle")
+        actual = save_snapshot_now(actual_path(path)) if self.device.type == "cuda" else None
+        return snapshot_words(path, actual)
 
     def close(self) -> None:
         """Stop measuring and recording, and leave the Trainer and the user's objects as they were."""
@@ -488,11 +574,13 @@ class GuardedRun:
         self._watches.clear()
         self._report = self._boards = self._growth = None
         attempt(self._end_recording)
+        if self._offloading is not None:
+            attempt(self._offloading.close)
         self.measuring.close()
         profile = self.tuning.profile
         if profile is not None:
             self.tuning = replace(self.tuning, profile=profile.detached())
-        del self.trainer, self.module, self.measuring  # a guard that is kept does not keep its run
+        del self.trainer, self.module, self.measuring, self._offloading  # a guard that is kept does not keep its run
 
 
 def actual_path(path: Path) -> Path:

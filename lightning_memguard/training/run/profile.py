@@ -1,29 +1,35 @@
 """Profile of a run before anything is decided: its data, its budget, and the predicted memory of its steps.
 
-The data is read in the run's own process; the steps are captured in children.
+The data is read, and the steps are captured, in children: whatever the user's code moves there ends with them.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from lightning_memguard.core.batch.batches import Batches
+from lightning_memguard.core.batch.nesting import is_dense, tensors_in
 from lightning_memguard.core.capture.capture import Captures
-from lightning_memguard.core.capture.predict import Prediction, predict, predict_largest
+from lightning_memguard.core.capture.curve import Curve, Terms
+from lightning_memguard.core.capture.predict import Prediction, Surveyor, predict_largest
 from lightning_memguard.core.capture.recorder import part_bytes
 from lightning_memguard.core.decision.decision import Budget, HostUse, LimitedBy, Request, decide, largest_that
 from lightning_memguard.core.device.budget import read_budget
 from lightning_memguard.core.device.process import process_bytes
-from lightning_memguard.core.replay.footprint import Footprint, Peak
+from lightning_memguard.core.gpus import Gpu
+from lightning_memguard.core.isolation.sending import packed, unpacked
+from lightning_memguard.core.range import NOTHING, Range
+from lightning_memguard.core.replay.footprint import Doubt, Footprint, Peak
 from lightning_memguard.core.replay.learned import Learned
 from lightning_memguard.core.replay.settings import AllocatorSettings
+from lightning_memguard.core.simulation.fake import storage_address
 from lightning_memguard.core.simulation.fake_cuda import gpu_of
 from lightning_memguard.core.trace.growth import grow
 from lightning_memguard.core.trace.kept import Kept, fit_kept
@@ -32,10 +38,12 @@ from lightning_memguard.training.adapter import callbacks
 from lightning_memguard.training.adapter.program import LightningProgram
 from lightning_memguard.training.data.loaders import LoaderInfo, epoch_size_for, find, largest_for, limit_of, loaders_at
 from lightning_memguard.training.data.samples import RunSamples, sample
-from lightning_memguard.training.data.sizes_elsewhere import held_elsewhere
+from lightning_memguard.training.data.set_sizes import is_kept_as_one
+from lightning_memguard.training.data.sizes_elsewhere import counts_steps, held_elsewhere
 from lightning_memguard.training.data.workers import Workers, host_budgets, ranks_of_host, workers_of
 from lightning_memguard.training.facts.ranks import Attempt, attempt
 from lightning_memguard.training.facts.run_facts import RunFacts
+from lightning_memguard.training.offload.predicted import offloaded
 from lightning_memguard.training.run.guard_settings import GuardSettings
 from lightning_memguard.training.strategies.sharded import Layout
 from lightning_memguard.units import format_bytes
@@ -68,11 +76,31 @@ class Run:
     evaluation: Attempt[Evaluation]
     validation_info: LoaderInfo | None
 
+    def detached(self) -> Run:
+        """Return what is known of the data, which can be sent."""
+        nothing: Any = None
+        known = self.validation_info and self.validation_info.detached()
+        return Run(nothing, self.loader_info.detached(), nothing, Attempt(), known)
+
+    def learn(self, run: Run) -> None:
+        """Know what was found of the same data elsewhere."""
+        self.loader_info.learn(run.loader_info)
+        if self.validation_info and run.validation_info:
+            self.validation_info.learn(run.validation_info)
+
     def accumulating(self) -> Run:
         """Return the run with gradients of earlier batches in its step; itself if it has them."""
         if (self.program.accumulate_grad_batches or 1) > 1:
             return self
         return replace(self, program=replace(self.program, accumulate_grad_batches=2))
+
+    def of_kinds(self, training: Curve, validation: Curve | None = None) -> Run:
+        """Return the run with its programs on the kinds of batches that are predicted."""
+        run, evaluation = replace(self, program=self.program.of_kind(training.kind)), self.evaluation.value
+        if validation is None or evaluation is None:
+            return run
+        program = evaluation.program.of_kind(validation.kind)
+        return replace(run, evaluation=Attempt(replace(evaluation, program=program)))
 
     def with_programs(self, change: Callable[[LightningProgram], LightningProgram]) -> Run:
         """Return the run with its programs changed."""
@@ -86,7 +114,7 @@ class Run:
 class ValidationRun:
     """A fit's validation, at a batch size of its own; ``is_fixed`` if that cannot be changed."""
 
-    prediction: Prediction
+    prediction: Curve
     batch_size: int
     unit: int
     is_fixed: bool
@@ -97,7 +125,7 @@ class ValidationRun:
         return self.prediction.footprint_at(self.batch_size)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RunProfile:
     """All that is known of a run before anything is decided.
 
@@ -121,7 +149,7 @@ class RunProfile:
     """
 
     run: Run
-    prediction: Prediction
+    prediction: Curve
     budget: Budget
     request: Request
     validation: ValidationRun | None = None
@@ -149,50 +177,53 @@ class RunProfile:
 
     def detached(self) -> RunProfile:
         """Return the profile as a value that can be sent, without the objects of the run's own process."""
-
-        def alone(known: Prediction) -> Prediction:
-            program: Any = SimpleNamespace(gpu=known.program.gpu, batches_per_step=known.program.batches_per_step)
-            unfrozen = known.unfrozen and replace(known.unfrozen, program=program)
-            return replace(replace(known, unfrozen=unfrozen).packed(), program=program)
-
-        nothing: Any = None
-        return replace(self._with_predictions(alone), run=nothing)
+        return replace(self._with_predictions(Curve.packed), run=self.run.detached())
 
     def unpacked(self) -> RunProfile:
         """Return the profile with its predictions unpacked, to be asked at many sizes."""
-        return self._with_predictions(Prediction.unpacked)
+        return self._with_predictions(Curve.unpacked)
 
     def attached_to(self, run: Run) -> RunProfile:
         """Return the profile with the run's own objects; undoes `detached`."""
-        run, validation = replace(run, program=run.program.of_kind(self.prediction.kind)), self.validation
-        if validation is not None:
-            evaluation = run.evaluation.unwrap()
-            program = evaluation.program.of_kind(validation.prediction.kind)
-            run = replace(run, evaluation=Attempt(replace(evaluation, program=program)))
-            validation = replace(validation, prediction=replace(validation.prediction, program=program))
-        return replace(self, run=run, prediction=replace(self.prediction, program=run.program), validation=validation)
+        run.learn(self.run)
+        validation = self.validation.prediction if self.validation else None
+        return replace(self, run=run.of_kinds(self.prediction, validation))
 
-    def with_context(self, nbytes: int | tuple[int, int, int]) -> RunProfile:
+    @property
+    def step(self) -> Prediction:
+        """Its step, to be asked at sizes that need a capture."""
+        return Prediction(self.run.program, self.prediction)
+
+    @property
+    def evaluation(self) -> Prediction | None:
+        """The fit's validation, to be asked at sizes that need a capture."""
+        if self.validation is None:
+            return None
+        return Prediction(self.run.evaluation.unwrap().program, self.validation.prediction)
+
+    def extended_to(self, batch_size: int) -> RunProfile:
+        """Return the profile once its step can be asked at a size."""
+        return replace(self, prediction=self.step.extended_to(batch_size))
+
+    def with_context(self, nbytes: Range[int]) -> RunProfile:
         """Return the profile with other bytes of the process on its device outside the allocator."""
-        return self._with_predictions(lambda each: replace(each, context_bytes=nbytes))
+        return self._with_predictions(lambda each: each.on_terms(context_bytes=nbytes))
 
     def learning(self, learned: Learned | None) -> RunProfile:
         """Return the profile with what earlier runs of its training step have measured."""
-        return replace(self, prediction=replace(self.prediction, learned=learned))
+        return replace(self, prediction=self.prediction.on_terms(learned=learned))
 
     def accumulating(self) -> RunProfile:
         """Return the profile of the run if it accumulates gradients, which its step keeps from batch to batch."""
-        run, known, validation = self.run.accumulating(), self.prediction, self.validation
+        run, validation = self.run.accumulating(), self.validation
         if run is self.run:
             return self
-        size = self.request.batch_size
-        step = predict(run.program, size, known.settings, context_bytes=known.context_bytes)
-        step = replace(step, held=known.held, learned=known.learned)
+        step = Surveyor(run.program).survey(self.request.batch_size, self.prediction.terms)
         if validation is not None:
             validation = replace(validation, prediction=_next_to(step, run, validation.prediction))
         return replace(self, run=run, prediction=step, validation=validation)
 
-    def _with_predictions(self, change: Callable[[Prediction], Prediction]) -> RunProfile:
+    def _with_predictions(self, change: Callable[[Curve], Curve]) -> RunProfile:
         validation = self.validation
         if validation is not None:
             validation = replace(validation, prediction=change(validation.prediction))
@@ -212,7 +243,7 @@ class RunProfile:
         """The memory of the run at a batch size: of its training step, or of validation if that takes more."""
         most, validation = self.prediction.footprint_at(batch_size), self._larger_validation(batch_size)
         if self.collates and validation is None:
-            batch = self.prediction.expected_batch(batch_size)[1]
+            batch = self.step.expected_batch(batch_size)[1]
             collating = self._between_steps(most, "collate", batch=batch, temporaries=batch)
             most = max(most, collating, key=lambda each: each.most_device_bytes)
         if validation is not None:
@@ -246,6 +277,7 @@ class RunProfile:
         for part, nbytes in (*self.between, *more.items()):
             parts[part] = parts.get(part, 0) + nbytes
         whole = sum(parts.values())
+        most = Peak(whole, whole, whole + step.highest.outside_bytes)
         return replace(
             step,
             peak_allocated_bytes=whole,
@@ -255,8 +287,7 @@ class RunProfile:
             phase=phase,
             module="",
             operator="",
-            low=None,
-            high=Peak(whole, whole, whole + step.high.outside_bytes) if step.high else None,
+            doubts=(Doubt("process", (most,)),) if step.doubts else (),
         )
 
     def with_extra(self, footprint: Footprint) -> Footprint:
@@ -265,19 +296,18 @@ class RunProfile:
             footprint = footprint.plus(nbytes, part)
         if self.workers and not self.host:
             ahead = self.workers.ahead_bytes(footprint.batch_size, self._validation_size)
-            least, likely, most = self._workers_bytes(footprint.batch_size)
-            footprint = footprint.plus(ahead, "prefetched").plus(likely, "workers", least, most)
+            own = self._workers_bytes(footprint.batch_size)
+            footprint = footprint.plus(ahead, "prefetched").plus_range(own, "workers")
         return footprint
 
     @property
     def _validation_size(self) -> int:
         return self.validation.batch_size if self.validation else 0
 
-    def _workers_bytes(self, batch_size: int) -> tuple[int, int, int]:
+    def _workers_bytes(self, batch_size: int) -> Range[int]:
         if self.workers is None:
-            return 0, 0, 0
-        least, likely, most = self.workers.own_bytes(batch_size, self._validation_size)
-        return least + self.kept_bytes, likely + self.kept_bytes, most + self.kept_bytes
+            return NOTHING
+        return self.workers.own_bytes(batch_size, self._validation_size) + Range.exactly(self.kept_bytes)
 
     def host_at(self, batch_size: int) -> HostUse | None:
         """Memory of the host that a batch size takes; None if that is nothing, or all of it is the device's."""
@@ -287,7 +317,8 @@ class RunProfile:
         _, likely, most = self._workers_bytes(batch_size)
         pinned = self.workers.pinned_bytes(batch_size, self._validation_size) if self.workers else 0
         saved, of_states = sum(self.checkpoint), self.checkpoint[1]
-        parts = {"prefetched": shared, "pinned": pinned, "workers": likely, "checkpoint": saved}
+        moved = self.prediction.trace_at(batch_size).moved_bytes if self.run.program.around else 0
+        parts = {"prefetched": shared, "pinned": pinned, "workers": likely, "checkpoint": saved, "offloaded": moved}
         present = {part: nbytes for part, nbytes in parts.items() if nbytes}
         if not present:
             return None
@@ -305,7 +336,7 @@ class RunProfile:
         request = self.request
         if self.workers is None or not request.free_to_choose:
             return request
-        most = request.run_size or _MOST_IN_A_BATCH
+        most = request.run_size or MOST_IN_A_BATCH
         size = largest_that(lambda size: self._short_of(size) is None, request.batch_size, most)
         limit = self._short_of(size + 1) if size < most else None
         return replace(request, run_size=size, run_limit=limit) if limit else request
@@ -328,20 +359,28 @@ class Reading:
     batch_size: int
     request_of: Callable[[str], Request]
     budget: Budget
-    held_bytes: int
     avoids_single_sample: bool
     notes: tuple[str, ...]
-    process_bytes: int | tuple[int, int, int]
+    process_bytes: Range[int]
     workers: Workers | None
     host: Budget | None
     shared: Budget | None
     fresh: bool
+    insists: bool
+
+    def request_on(self, traces: Collection[Trace], fixed: str) -> Request:
+        """The request, once it is known whether a schedule counts steps."""
+        request, program = self.request_of(fixed), self.run.program
+        if self.insists or not program.trains or not request.may_grow:
+            return request
+        counts = any(trace.counts_steps for trace in traces) or attempt(lambda: counts_steps(program.module)).value
+        return replace(request, kept_by="scheduler") if counts else request
 
     def next_size(self, traces: Sequence[Trace]) -> int:
         """The batch size that will be chosen, as far as two traces tell: what a GPU's context takes is left out."""
         run = self.run
-        prediction = Prediction(run.program, self.rules, "fake", grow(traces), self.process_bytes)
-        request = self.request_of(run.loader_info.fixed_because)
+        prediction = Curve(Terms(self.rules, self.process_bytes), "fake", grow(traces))
+        request = self.request_on(traces, run.loader_info.fixed_because)
         return decide(prediction.footprint_at, self.budget, request).batch_size
 
     @property
@@ -350,58 +389,183 @@ class Reading:
         return AllocatorSettings.for_device(self.run.facts.device.type, os.environ)
 
 
-def read_run(trainer: Trainer, module: LightningModule, settings: GuardSettings, facts: RunFacts) -> Reading:
-    """Read the data and the budget of a run, and draw samples.
+@dataclass(frozen=True)
+class RunReader:
+    """A run that is to be read: its objects, and what its own process knows of its device.
+
+    Attributes:
+        budget: what the device offers.
+        held_bytes: this training's bytes that are there already.
+        process_bytes: see `process_bytes`; nothing if the device is not the CPU.
+        callback_bytes: bytes that other callbacks hold on the device.
+    """
+
+    trainer: Trainer
+    module: LightningModule
+    settings: GuardSettings
+    facts: RunFacts
+    budget: Budget
+    held_bytes: int
+    process_bytes: Range[int]
+    gpu: Gpu | None
+    callback_bytes: int
+
+    @classmethod
+    def of(cls, trainer: Trainer, module: LightningModule, settings: GuardSettings, facts: RunFacts) -> RunReader:
+        """Read the device."""
+        device = facts.device
+        return cls(
+            trainer,
+            module,
+            settings,
+            facts,
+            *_budget(module, facts, settings),
+            process_bytes(module.parameters(), torch.get_num_threads()) if device.type == "cpu" else NOTHING,
+            gpu_of(device),
+            callbacks.held_bytes(facts.callbacks, module, device, averaging=False),
+        )
+
+    def program(self, info: LoaderInfo, batches: tuple[Batches, ...]) -> LightningProgram:
+        """The run's step on batches of its data."""
+        facts, settings, is_fit = self.facts, self.settings, self.facts.stage == "fit"
+        program = LightningProgram(
+            self.trainer,
+            self.module,
+            batches[0] if is_fit and batches else batches,
+            facts.device,
+            batches_per_epoch=info.batches_per_epoch if info.is_counted else None,
+            datamodule=facts.datamodule,
+            # if MemGuard sets the accumulation, gradients are there through the next forward pass: the larger case
+            accumulate_grad_batches=(
+                2 if settings.keep_effective_batch_size and is_fit else callbacks.accumulation(facts)
+            ),
+            gpu=self.gpu,
+            stage=facts.stage,
+            callback_bytes=self.callback_bytes,
+            strategy=facts.strategy,
+            layout=Layout.of(facts.strategy),
+            loaders_at=partial(loaders_at, facts, info),
+        )
+        always = is_fit and settings.mode == "tune" and settings.offload == "always"
+        return offloaded(program) if always else program
+
+    def evaluation(
+        self, training: LightningProgram, info: LoaderInfo, batches: tuple[Batches, ...]
+    ) -> LightningProgram:
+        """A fit's validation on batches of its data, next to its training."""
+        return replace(
+            training,
+            batches=batches,
+            batches_per_epoch=info.batches_per_epoch,
+            stage="validate",
+            setup_stage="fit",
+            callback_bytes=0,
+            loaders_at=partial(loaders_at, self.facts, info),
+        )
+
+    def run_of(self, handed: HandedRun) -> Run:
+        """The run in this process, if a child has read it."""
+        info, validation_info = handed.loader_info, handed.validation_info
+        batches, *of_validation = attempt(lambda: unpacked(handed.batches)).value or [()]
+        program, size = self.program(info, batches), handed.evaluation.value
+        evaluation = Attempt[Evaluation](reason=handed.evaluation.reason)
+        if validation_info is not None and size is not None:
+            its_program = self.evaluation(program, validation_info, *(of_validation or [()]))
+            evaluation = Attempt(Evaluation(its_program, size))
+        return Run(self.facts, info, program, evaluation, validation_info)
+
+
+@dataclass(frozen=True)
+class HandedRun:
+    """What the run's own process gets of a run that a child has read.
+
+    Attributes:
+        batches: those of its step and of its validation, without the samples that make others; packed.
+        evaluation: the batch size of its validation, or why there is none.
+    """
+
+    loader_info: LoaderInfo
+    validation_info: LoaderInfo | None
+    batches: bytes
+    evaluation: Attempt[int]
+
+    @classmethod
+    def of(cls, profile: RunProfile) -> HandedRun:
+        """Take what can be sent of the run behind a profile."""
+        run = profile.attached_to(profile.run).run  # on the kinds of batches that are predicted
+        evaluation, known = run.evaluation.value, run.detached()
+        programs = [run.program, *([evaluation.program] if evaluation else [])]
+        batches = attempt(lambda: packed(tuple(_sendable(each).families for each in programs)))
+        size = Attempt(evaluation.batch_size if evaluation else None, run.evaluation.reason)
+        return cls(known.loader_info, known.validation_info, batches.value or b"", size)
+
+
+_MOST_SENT = 64 << 20  # bytes of batches
+
+
+def _sendable(program: LightningProgram) -> LightningProgram:
+    """The program without samples; on batches that are known by their shapes alone if they are large."""
+    alone = program.without_draws()
+    batches = [batch for family in alone.families for batch in (family.small, family.large)]
+    tensors = [each for batch in batches for each in tensors_in(batch) if is_dense(each)]
+    storages = {storage_address(each): each.untyped_storage().nbytes() for each in tensors}
+    return alone if sum(storages.values()) <= _MOST_SENT else alone.without_samples()
+
+
+def read_run(reader: RunReader) -> Reading:
+    """Read the data of a run, and draw samples.
 
     Raises:
         CannotTraceError: there is no data to predict from.
     """
-    is_fit, device, loader_info = facts.stage == "fit", facts.device, find(facts, facts.role)
+    trainer, module, settings, facts = reader.trainer, reader.module, reader.settings, reader.facts
+    is_fit, loader_info = facts.stage == "fit", find(facts, facts.role)
     samples = sample(loader_info)
-    counted = loader_info.batches_per_epoch  # Lightning fetches one batch ahead of a stream without a length
-    loader_info = loader_info.with_ends(samples.ends)
-    elsewhere = attempt(lambda: held_elsewhere(module, loader_info.batch_size)).value or ""
-    is_kept = settings.mode != "tune" or elsewhere
+    # Lightning fetches one batch ahead of a stream without a length
+    loader_info = replace(loader_info, is_counted=loader_info.batches_per_epoch is not None).with_ends(samples.ends)
+    elsewhere = attempt(lambda: held_elsewhere(module, loader_info.batch_size, facts.callbacks)).value or ""
+    holders = module, facts.datamodule, *facts.callbacks
+    was_set = loader_info.was_set or bool(attempt(lambda: is_kept_as_one(holders)).value)
+    kept_by = _kept_by(facts, settings, was_set=was_set)
+    is_kept = settings.mode != "tune" or elsewhere or kept_by
     size = (loader_info.full_size if is_kept else 0) or samples.batch_size
-    program = LightningProgram(
-        trainer,
-        module,
-        samples.batches[0] if is_fit else samples.batches,
-        device,
-        batches_per_epoch=counted,
-        datamodule=facts.datamodule,
-        # if MemGuard sets the accumulation, gradients are there through the next forward pass: the larger case
-        accumulate_grad_batches=2 if settings.keep_effective_batch_size and is_fit else callbacks.accumulation(facts),
-        gpu=gpu_of(device),
-        stage=facts.stage,
-        callback_bytes=callbacks.held_bytes(facts.callbacks, module, device, averaging=False),
-        strategy=facts.strategy,
-        layout=Layout.of(facts.strategy),
-        loaders_at=partial(loaders_at, facts, loader_info),
-    )
+    program = reader.program(loader_info, samples.batches)
     validation_info, evaluation = Attempt[LoaderInfo](), Attempt[Evaluation]()
     if is_fit and facts.validates:
         validation_info = attempt(lambda: find(facts, "val"))
-        evaluation = attempt(lambda: _evaluation(validation_info.unwrap(), facts, program))
-    budget, held = _budget(module, facts, settings)
+        evaluation = attempt(lambda: _evaluation(validation_info.unwrap(), reader, program))
     its = evaluation.value.program.families if evaluation.value else ()
     of_loops = (loader_info, samples.batches), (validation_info.value, its)
-    workers = workers_of(facts, *of_loops, sized=counted is not None, epochs=trainer.max_epochs)
+    workers = workers_of(facts, *of_loops, sized=loader_info.is_counted, epochs=trainer.max_epochs)
     host, in_shared = host_budgets(facts, settings.host_budget_bytes, settings.margin)
     return Reading(
         Run(facts, loader_info, program, evaluation, validation_info.value),
         size,
-        lambda fixed: _request(facts, loader_info, samples, settings, size, fixed or elsewhere),
-        budget,
-        held,
+        lambda fixed: replace(
+            _request(facts, loader_info, samples, settings, size, fixed or elsewhere),
+            kept_by=kept_by,
+            was_set=was_set,
+        ),
+        reader.budget,
         avoids_single_sample=any(isinstance(each, _BatchNorm) for each in module.modules()),
         notes=samples.notes,
-        process_bytes=process_bytes(module.parameters(), torch.get_num_threads()) if device.type == "cpu" else 0,
+        process_bytes=reader.process_bytes,
         workers=workers,
         host=host,
         shared=in_shared,
         fresh=samples.fresh,
+        insists=settings.steps_to_keep is None,
     )
+
+
+def _kept_by(facts: RunFacts, settings: GuardSettings, *, was_set: bool) -> LimitedBy | None:
+    """Return why a batch size that fits is kept; None if it may grow."""
+    by_steps = settings.keep_effective_batch_size  # the samples of a step are set: its batches may be any
+    if facts.stage != "fit" or settings.batch_size == "keep":
+        return "request"
+    if settings.batch_size == "auto" and was_set and not by_steps:
+        return "request"
+    return "max_steps" if facts.max_steps > 0 and settings.steps_to_keep is not None else None
 
 
 def profile_of(reading: Reading, captures: Captures) -> RunProfile:
@@ -415,8 +579,8 @@ def profile_of(reading: Reading, captures: Captures) -> RunProfile:
     if evaluation and not evaluation.program.kinds:
         captures.start(evaluation.program, evaluation.batch_size, "fake")
     fixed = run.loader_info.fixed_because
-    size, prediction = predict_largest(run.program, size, reading.rules, scalable=not fixed)
-    run = replace(run, program=run.program.of_kind(prediction.kind))
+    size, prediction = predict_largest(run.program, size, Terms(reading.rules), scalable=not fixed)
+    run = run.of_kinds(prediction)
     if not prediction.scalable:
         fixed = "; ".join(filter(None, (_why_one_size(prediction, asked=not fixed), fixed)))
     validation = attempt(lambda: _validation(run, prediction)) if evaluation else Attempt(reason=run.evaluation.reason)
@@ -426,14 +590,14 @@ def profile_of(reading: Reading, captures: Captures) -> RunProfile:
         notes = (f"the memory of validation's activations is unknown: {why}",)
     hooks = ", ".join(callbacks.hooks_that_compute(run.facts.callbacks))
     notes += (f"memory that callbacks take as they run is measured, not predicted: {hooks}",) if hooks else ()
-    trace, plain = next(iter(prediction.traces.values()), None), not (run.program.layout or prediction.kinds)
+    trace, plain = next(iter(prediction.surveyed.values()), None), not (run.program.layout or prediction.kinds)
     on_cpu = trace is not None and plain and run.facts.device.type == "cpu" and run.program.trains
     between = tuple(_alive_between_steps(trace, gradients=True)) if on_cpu and trace else ()
     return RunProfile(
         run,
         prediction,
         reading.budget,
-        replace(reading.request_of(fixed), batch_size=size),
+        replace(reading.request_on(prediction.surveyed.values(), fixed), batch_size=size),
         validation.value,
         reading.avoids_single_sample,
         workers=reading.workers,
@@ -447,7 +611,7 @@ def profile_of(reading: Reading, captures: Captures) -> RunProfile:
         kept=tuple(
             kept
             for each in (prediction, *([validation.value.prediction] if validation.value else []))
-            for kept in fit_kept((trace.batch_size, trace.kept) for trace in each.traces.values())
+            for kept in fit_kept((trace.batch_size, trace.kept) for trace in each.surveyed.values())
         ),
     )
 
@@ -466,9 +630,9 @@ def _kept_by_workers(reading: Reading, between: Sequence[tuple[str, int]]) -> in
     return kept
 
 
-def _checkpoint_bytes(run: Run, training: Prediction) -> tuple[int, int]:
+def _checkpoint_bytes(run: Run, training: Curve) -> tuple[int, int]:
     """Bytes of the host for saving weights and optimizer state: a buffer, and under sharding what is gathered first."""
-    saved, trace = callbacks.saved_parts(run.facts), next(iter(training.traces.values()), None)
+    saved, trace = callbacks.saved_parts(run.facts), next(iter(training.surveyed.values()), None)
     layout = run.program.layout
     if not saved or trace is None or (layout and layout.saves_shards):
         return 0, 0
@@ -481,13 +645,13 @@ def _checkpoint_bytes(run: Run, training: Prediction) -> tuple[int, int]:
     return whole, int(whole * state / own)
 
 
-def _why_one_size(prediction: Prediction, *, asked: bool) -> str:
+def _why_one_size(prediction: Curve, *, asked: bool) -> str:
     """Why a step's memory is known at one batch size or at none; empty if others were not ``asked`` for."""
     if prediction.method == "states":
         return "; ".join(prediction.notes) or "the step could not be run"
     if not asked:
         return ""
-    sizes = ", ".join(map(str, prediction.traces))
+    sizes = ", ".join(map(str, prediction.surveyed))
     ran = f"the step runs at batch size {sizes}" if sizes else "the step runs at the batch size asked for"
     return f"{ran}, but not at the others that were tried"
 
@@ -502,34 +666,26 @@ def _budget(module: LightningModule, facts: RunFacts, settings: GuardSettings) -
     return read_budget(facts.device, budget=given, margin=margin, already_held_bytes=held), held
 
 
-def _evaluation(info: LoaderInfo, facts: RunFacts, training: LightningProgram) -> Evaluation:
+def _evaluation(info: LoaderInfo, reader: RunReader, training: LightningProgram) -> Evaluation:
     samples = sample(info)
-    program = replace(
-        training,
-        batches=samples.batches,
-        batches_per_epoch=info.batches_per_epoch,
-        stage="validate",
-        setup_stage="fit",
-        callback_bytes=0,
-        loaders_at=partial(loaders_at, facts, info),
-    )
-    return Evaluation(program, info.full_size or samples.batch_size)
+    return Evaluation(reader.evaluation(training, info, samples.batches), info.full_size or samples.batch_size)
 
 
-def _validation(run: Run, training: Prediction) -> ValidationRun:
+def _validation(run: Run, training: Curve) -> ValidationRun:
     """Predict the fit's validation, next to everything that training keeps."""
     evaluation, info = run.evaluation.unwrap(), run.validation_info
-    size, prediction = predict_largest(evaluation.program, evaluation.batch_size, training.settings, scalable=False)
+    terms = Terms(training.settings)
+    size, prediction = predict_largest(evaluation.program, evaluation.batch_size, terms, scalable=False)
     unit, is_fixed = (info.unit, bool(info.fixed_because)) if info else (1, True)
     return ValidationRun(_next_to(training, run, prediction), size, unit, is_fixed)
 
 
-def _next_to(training: Prediction, run: Run, validation: Prediction) -> Prediction:
+def _next_to(training: Curve, run: Run, validation: Curve) -> Curve:
     gradients = callbacks.validates_mid_step(run.facts, run.program.accumulate_grad_batches or 1)
     # variants that depend on values have no trace of their own size
-    trace = next(iter(training.traces.values()), None) or training.trace_at(run.loader_info.batch_size or 1)
-    kept = _alive_between_steps(trace, gradients=gradients)
-    return replace(validation, held=tuple(kept))
+    trace = next(iter(training.surveyed.values()), None)
+    trace = trace or Prediction(run.program, training).trace_at(run.loader_info.batch_size or 1)
+    return validation.on_terms(held=tuple(_alive_between_steps(trace, gradients=gradients)))
 
 
 def _alive_between_steps(trace: Trace, *, gradients: bool) -> Iterator[tuple[str, int]]:
@@ -564,7 +720,7 @@ def _request(
     return replace(
         request,
         free_to_choose=free,
-        prefers_fast=free and settings.prefer == "smallest_fast",
+        prefers_fast=free and settings.batch_size == "fastest",
         fixed_because=fixed,
         dataset_limit=limit,
         run_size=run_size,
@@ -572,4 +728,4 @@ def _request(
     )
 
 
-_MOST_IN_A_BATCH = 1 << 20
+MOST_IN_A_BATCH = 1 << 20

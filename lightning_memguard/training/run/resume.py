@@ -35,17 +35,19 @@ def saved_state(tuning: Tuning) -> dict[str, int | None]:
 
 
 def saved_in(checkpoint: Mapping[str, Any], own_size: int) -> SavedSizes | None:
-    """Read a checkpoint; None if the run may go on at any size.
-
-    One without our entry, saved within an epoch, counts batches of the loader's own size.
-    """
+    """Read a checkpoint of a fit; None if it holds none. One without our entry was trained at the loader's own size."""
     state = checkpoint.get(KEY)
     if isinstance(state, Mapping) and isinstance(state.get("batch_size"), int):
         return SavedSizes(**{name: state[name] for name in SavedSizes.__annotations__ if name in state})
-    # checked on Lightning 2.5.0 to 2.6.6
-    progress = checkpoint.get("loops", {}).get("fit_loop", {}).get("epoch_loop.batch_progress", {})
-    mid_epoch = progress.get("current", {}).get("completed", 0) and not progress.get("is_last_batch", True)
-    return SavedSizes(own_size, 0, 0) if mid_epoch else None
+    return SavedSizes(own_size, 0, 0) if checkpoint.get("loops") else None
+
+
+def is_over(checkpoint: Mapping[str, Any], max_epochs: int | None, max_steps: int) -> bool:
+    """Whether a fit that resumes from a checkpoint has no step left; checked on Lightning 2.5.0 to 2.6.6."""
+    progress = checkpoint.get("loops", {}).get("fit_loop", {}).get("epoch_progress", {})
+    epochs = progress.get("current", {}).get("completed", 0)
+    steps = int(checkpoint.get("global_step", 0))
+    return -1 < (-1 if max_epochs is None else max_epochs) <= int(epochs) or -1 < max_steps <= steps
 
 
 def resume(tuning: Tuning, saved: SavedSizes, settings: GuardSettings) -> Tuning:
@@ -54,16 +56,29 @@ def resume(tuning: Tuning, saved: SavedSizes, settings: GuardSettings) -> Tuning
     # as when a LearningRateFinder restores the checkpoint that it saved
     if profile is None or asdict(saved) == saved_state(tuning):
         return tuning
-    result = attempt(lambda: profile.footprint_at(saved.batch_size))
+    if profile.request.kept_by == "request" and saved.batch_size == tuning.decision.batch_size:
+        return tuning
+    extended = attempt(lambda: profile.extended_to(saved.batch_size)).value or profile
+    result = attempt(lambda: extended.footprint_at(saved.batch_size))
     mine = _obstacle(saved.batch_size, settings, result, profile)
     obstacle = next(filter(None, ranks.gather(mine)), "")
     before = f"the checkpoint was trained at batch size {saved.batch_size}"
+    if not obstacle and not _is_same_step(saved, profile):
+        obstacle = f"this run's loader has {profile.request.batch_size}"
     if obstacle:
         if tuning.decision.batch_size == saved.batch_size:
             return tuning
-        return replace(tuning, decision=replace(tuning.decision, reason=f"{before}; {obstacle}"))
+        return replace(tuning, decision=replace(tuning.decision, because=f"{before}; {obstacle}"))
     decision = _kept(tuning.decision, profile, saved, settings)
-    return replace(tuning, decision=replace(decision, footprint=result.unwrap()))
+    return replace(tuning, profile=extended, decision=replace(decision, footprint=result.unwrap()))
+
+
+def _is_same_step(saved: SavedSizes, profile: RunProfile) -> bool:
+    """Whether a batch size that was set is that of the checkpoint, or its batches were divided; or none is kept."""
+    request = profile.request
+    seen = saved.batch_size * max(1, saved.accumulate_grad_batches)
+    is_divided = saved.batch_size < request.batch_size and seen == request.batch_size * request.accumulate_grad_batches
+    return request.kept_by != "request" or saved.batch_size == request.batch_size or is_divided
 
 
 def _obstacle(size: int, settings: GuardSettings, footprint: Attempt[Footprint], profile: RunProfile) -> str:
@@ -77,7 +92,7 @@ def _obstacle(size: int, settings: GuardSettings, footprint: Attempt[Footprint],
     if footprint.value is None:
         return footprint.reason
     need, usable = footprint.value.most_device_bytes, budget.usable_bytes
-    if need <= usable:
+    if need <= usable or footprint.value.is_cut:
         return ""
     return f"that needs {format_bytes(need)} and {budget.device} offers {format_bytes(usable)}"
 

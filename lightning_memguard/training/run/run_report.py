@@ -6,7 +6,7 @@ import contextlib
 import functools
 from collections.abc import MutableMapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from lightning_memguard.core.capture.capture import isolated, trusted_child
 from lightning_memguard.core.decision.decision import Decision
@@ -14,7 +14,6 @@ from lightning_memguard.core.layers.layers import LayerTable
 from lightning_memguard.core.replay.timeline import Timeline, timeline_of
 from lightning_memguard.report.page import PAGE_NAME
 from lightning_memguard.report.page_data import CurvePoint, Report, curve_of
-from lightning_memguard.training.adapter.program import LightningProgram
 from lightning_memguard.training.facts.ranks import attempt
 from lightning_memguard.training.facts.run_facts import RunFacts
 from lightning_memguard.training.run.profile import RunProfile
@@ -86,6 +85,6 @@ def _curve(profile: RunProfile, decision: Decision) -> Sequence[CurvePoint]:
 
 
 def _layers(profile: RunProfile, batch_size: int) -> LayerTable | None:
-    program = cast("LightningProgram", profile.prediction.program)
+    program = profile.run.program
     known = profile.prediction.method in ("fake", "worst-case", "sampled")
     return isolated(lambda: program.layer_table(batch_size)) if known else None

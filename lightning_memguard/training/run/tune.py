@@ -9,10 +9,11 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from lightning_memguard.core.decision.advice import shortlist, what_would_fit
-from lightning_memguard.core.decision.decision import Decision, Request
+from lightning_memguard.core.decision.decision import Decision, LimitedBy, Request
 from lightning_memguard.core.device.context import context_bytes
 from lightning_memguard.core.device.malloc import trim_heap
 from lightning_memguard.core.device.process import LESS
+from lightning_memguard.core.range import NOTHING, Range
 from lightning_memguard.core.trace.kept import MOST_EPOCHS, MOST_STEPS, runs_out
 from lightning_memguard.errors import CannotTraceError, DoesNotFitError, MemGuardError
 from lightning_memguard.training.adapter import callbacks
@@ -24,7 +25,7 @@ from lightning_memguard.training.planning.advise import AdviceReport, try_remedi
 from lightning_memguard.training.run.choose import Choice, Planner, choose
 from lightning_memguard.training.run.earlier_runs import EarlierRuns
 from lightning_memguard.training.run.guard_settings import GuardSettings
-from lightning_memguard.training.run.profile import RunProfile, read_run
+from lightning_memguard.training.run.profile import RunProfile, RunReader
 from lightning_memguard.training.run.progress import SetupLine
 from lightning_memguard.training.strategies.sharded import Layout, refuse_sharded
 from lightning_memguard.units import format_bytes
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Tuning:
-    """The result of `tune`. ``profile`` is None if the run was not tuned; ``decision.reason`` says why.
+    """The result of `tune`. ``profile`` is None if the run was not tuned; ``decision.because`` says why.
 
     ``earlier`` is what this GPU has measured.
     """
@@ -64,27 +65,27 @@ def tune(trainer: Trainer, module: LightningModule, settings: GuardSettings, sta
     try:
         facts = attempt(lambda: _facts_of(trainer, stage)).unwrap()
         ranks = Ranks.of(facts)
-        reading = ranks.agree(attempt(lambda: read_run(trainer, module, settings, facts)))
-        size = reading.batch_size
-        if Layout.of(facts.strategy):  # on all ranks alike
-            refuse_sharded(module)
-        process_bytes = reading.process_bytes
-        with Planner(settings, reading, line) as planner:
-            planner.start()
+        reader = ranks.agree(attempt(lambda: RunReader.of(trainer, module, settings, facts)))
+        process_bytes = reader.process_bytes
+        with Planner(settings, reader, line) as planner:
+            size = ranks.agree(planner.read())
+            if Layout.of(facts.strategy):  # on all ranks alike
+                refuse_sharded(module)
             # after the budget, which counts an open context as ours: measuring it opens it
-            context = attempt(lambda: process_bytes or context_bytes(facts.device))
+            context = attempt(lambda: process_bytes or Range.exactly(context_bytes(facts.device)))
             profile = ranks.agree(planner.profile()).with_context(ranks.agree(context))
-            profile = replace(profile, budget=shared(ranks, profile.budget, facts.device, reading.held_bytes))
-            earlier = EarlierRuns.of(facts, reading.held_bytes, wanted=settings.learns)
+            profile = replace(profile, budget=shared(ranks, profile.budget, facts.device, reader.held_bytes))
+            earlier = EarlierRuns.of(facts, reader.held_bytes, wanted=settings.learns)
             profile = profile.learning(ranks.gather(attempt(partial(earlier.learned, profile)).value)[0])
-            answers = ranks.gather((profile.request.free_to_choose, profile.request.fixed_because))
-            profile = replace(profile, request=_common(profile.request, answers))
+            asked = profile.request
+            answers = ranks.gather((asked.free_to_choose, asked.fixed_because, asked.kept_by, asked.was_set))
+            profile = replace(profile, request=_common(asked, answers))
             try:
                 decision, profile = _choose(profile, ranks, planner)
             except DoesNotFitError as error:
                 raise _with_advice(error, profile) from None
         tuning = with_steps(Tuning(decision, facts.role, _without_samples(profile), ranks, earlier))
-        del reading, profile
+        del profile
         trim_heap()  # of the samples drawn
         return tuning
     except (CannotTraceError, KeyboardInterrupt) as error:
@@ -112,15 +113,18 @@ def _choose(profile: RunProfile, ranks: Ranks, planner: Planner) -> Choice:
     try:
         decision, chosen = choose(smallest.with_context(LESS), ranks, planner)
     except DoesNotFitError:
-        decision, chosen = choose(smallest.with_context(0), ranks, planner)
+        decision, chosen = choose(smallest.with_context(NOTHING), ranks, planner)
     return replace(decision, limited_by="memory"), replace(chosen, request=asked)
 
 
-def _common(request: Request, answers: Sequence[tuple[bool, str]]) -> Request:
-    """A request that is free if it is on all ranks; each answers whether it is, and why it is not."""
-    free = all(is_free for is_free, _ in answers)
-    elsewhere = next((f"rank {rank}: {why}" for rank, (_, why) in enumerate(answers) if why), "")
-    return replace(request, free_to_choose=free, fixed_because=request.fixed_because or elsewhere)
+def _common(request: Request, answers: Sequence[tuple[bool, str, LimitedBy | None, bool]]) -> Request:
+    """A request that is free if it is on all ranks, and may grow if it may on all."""
+    free = all(is_free for is_free, *_ in answers)
+    elsewhere = next((f"rank {rank}: {why}" for rank, (_, why, *_) in enumerate(answers) if why), "")
+    kept_by = next((kept_by for *_, kept_by, _ in answers if kept_by), None)
+    was_set = any(was_set for *_, was_set in answers)
+    fixed = request.fixed_because or elsewhere
+    return replace(request, free_to_choose=free, fixed_because=fixed, kept_by=kept_by, was_set=was_set)
 
 
 def with_steps(tuning: Tuning) -> Tuning:
@@ -187,7 +191,7 @@ def _with_advice(error: DoesNotFitError, profile: RunProfile) -> DoesNotFitError
         if profile.prediction.footprint_at(size).most_device_bytes <= budget.usable_bytes:
             return AdviceReport(())  # another rank is too small, or validation alone does not fit
         request = replace(profile.request, batch_size=size)
-        return try_remedies(profile.prediction, size, budget, most_seconds=_ADVICE_SECONDS, request=request)
+        return try_remedies(profile.step, size, budget, most_seconds=_ADVICE_SECONDS, request=request)
 
     advised = attempt(remedies).value
     if not advised or not advised.advice:
@@ -220,9 +224,9 @@ def recheck(tuning: Tuning, others: Iterable[Callback], module: LightningModule,
     if decision.batch_size == before.batch_size:
         decision = replace(before, footprint=decision.footprint)
     else:
-        reason = f"other callbacks have taken {format_bytes(extra)} on the device since setup"
+        because = f"other callbacks have taken {format_bytes(extra)} on the device since setup"
         requested = before.requested_batch_size
-        decision = replace(decision, requested_batch_size=requested, limited_by="memory", reason=reason)
+        decision = replace(decision, requested_batch_size=requested, limited_by="memory", because=because)
     return with_steps(replace(tuning, profile=chosen, decision=decision))
 
 

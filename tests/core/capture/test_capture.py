@@ -221,7 +221,7 @@ def test_a_step_that_crashes_at_other_sizes_is_known_at_its_own() -> None:
             ctypes.string_at(0)
 
     prediction = predict(program_of(crash), 6, AllocatorSettings(kind="exact"))
-    assert (prediction.method, list(prediction.traces), prediction.scalable) == ("fake", [6], False)
+    assert (prediction.curve.method, list(prediction.curve.captured), prediction.curve.scalable) == ("fake", [6], False)
 
 
 @NEEDS_FORK

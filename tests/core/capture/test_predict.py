@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import pickle
+import random
 import threading
 import warnings
 from collections.abc import Callable
@@ -10,6 +12,7 @@ from dataclasses import dataclass, replace
 from time import monotonic
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -21,6 +24,7 @@ from lightning_memguard.core.capture.capture import FIRST, Captures
 from lightning_memguard.core.capture.predict import Prediction, StepFailsError, capture, predict
 from lightning_memguard.core.capture.program import LoopProgram
 from lightning_memguard.core.isolation import pool
+from lightning_memguard.core.range import Range
 from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.errors import CannotTraceError, MemGuardError
 
@@ -94,7 +98,9 @@ def test_an_inference_keeps_nothing_for_a_backward_pass_and_drops_nothing_out():
 
 
 def test_what_the_process_takes_beside_its_tensors_is_added():
-    bare, with_context = (predict(program_of(), 16, EXACT, context_bytes=extra).footprint_at(16) for extra in (0, 1000))
+    bare, with_context = (
+        predict(program_of(), 16, EXACT, context_bytes=Range.exactly(extra)).footprint_at(16) for extra in (0, 1000)
+    )
     assert with_context == replace(bare, peak_device_bytes=bare.peak_device_bytes + 1000)
 
 
@@ -160,7 +166,7 @@ def raises(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 def test_a_mask_is_given_its_worst_case_and_a_note_says_so():
     prediction = predicted(keeps_by_mask)
-    assert prediction.method == "worst-case"
+    assert prediction.curve.method == "worst-case"
     found = prediction.footprint_at(100)
     assert found.notes == ("aten.index.Tensor was assumed to return its largest result",)
     assert found.low is not None
@@ -192,7 +198,7 @@ def may_refuse_or_double(x: torch.Tensor) -> torch.Tensor:
 def test_what_a_step_only_refuses_needs_no_values(reads, method):
     """A training goes on where its arguments are valid."""
     prediction = predicted(lambda model, x: plain(model, reads(x)))
-    assert prediction.method == method
+    assert prediction.curve.method == method
     if method == "fake":
         (note,) = prediction.footprint_at(4).notes
         first = refuses.__code__.co_firstlineno
@@ -236,11 +242,11 @@ def test_a_part_of_the_step_under_inference_mode_takes_what_it_takes_under_no_gr
 @pytest.mark.usefixtures("here")
 def test_a_step_that_branches_on_a_value_runs_for_real_at_small_sizes():
     prediction = predicted(needs_a_value)
-    assert (prediction.method, prediction.scalable) == ("real", True)
-    assert prediction.growth is not None
-    assert prediction.growth.sizes == (2, 4, 8, 16), "the last is the example's own"
-    assert len(prediction.notes) == 1
-    assert "(The step compares the value of a tensor" in prediction.notes[0]
+    assert (prediction.curve.method, prediction.curve.scalable) == ("real", True)
+    assert prediction.curve.growth is not None
+    assert prediction.curve.growth.sizes == (2, 4, 8, 16), "the last is the example's own"
+    assert len(prediction.curve.notes) == 1
+    assert "(The step compares the value of a tensor" in prediction.curve.notes[0]
 
 
 @pytest.mark.usefixtures("here")
@@ -260,14 +266,14 @@ def test_no_larger_size_runs_for_real_even_where_the_answer_is_for_one():
 def test_a_real_run_takes_what_a_fake_one_would_however_large_the_example():
     """The example is 16 kB; what is asked for is 16 samples, 1 kB in all."""
     prediction = predicted(needs_a_value, samples=1000)
-    assert prediction.method == "real"
+    assert prediction.curve.method == "real"
     assert prediction.footprint_at(16).peak_allocated_bytes == peak(16)
 
 
 def test_a_real_run_leaves_weights_and_random_state_as_they_were():
     model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5))
     weights, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
-    assert predicted(needs_a_value, model=model).method == "real"
+    assert predicted(needs_a_value, model=model).curve.method == "real"
     assert all(torch.equal(weights[name], value) for name, value in model.state_dict().items())
     assert torch.equal(torch.get_rng_state(), state)
     assert [p.grad for p in model.parameters()] == [None, None]
@@ -285,9 +291,11 @@ def test_a_module_whose_child_cannot_be_copied_is_left_alone_too(step):
 
 def test_a_step_that_raises_leaves_the_states_alone_and_says_why():
     prediction = predicted(raises)
-    assert (prediction.method, prediction.scalable) == ("states", False)
+    assert (prediction.curve.method, prediction.curve.scalable) == ("states", False)
     line = raises.__code__.co_firstlineno + 1
-    assert prediction.notes == (f"the step could not run on a copy (ValueError: no such column, at {__file__}:{line})",)
+    assert prediction.curve.notes == (
+        f"the step could not run on a copy (ValueError: no such column, at {__file__}:{line})",
+    )
     assert {part: nbytes for part, nbytes in prediction.footprint_at(16).parts.items() if nbytes} == {
         "parameters": 128,
         "gradients": 128,
@@ -314,7 +322,7 @@ def test_where_not_even_the_optimizer_can_be_made_both_reasons_are_given():
 
 def test_one_size_alone_is_captured_where_the_batch_cannot_be_resized():
     prediction = predict(program_of(), 16, EXACT, scalable=False)
-    assert (prediction.scalable, prediction.growth, list(prediction.traces)) == (False, None, [16])
+    assert (prediction.curve.scalable, prediction.curve.growth, list(prediction.curve.captured)) == (False, None, [16])
     assert prediction.footprint_at(16).peak_allocated_bytes == peak(16)
 
 
@@ -349,8 +357,8 @@ def test_a_square_is_checked_at_a_fourth_size():
 
     step, sizes = sizes_run(every_sample_against_every_other)
     prediction = predicted(step)
-    assert prediction.growth is not None
-    assert prediction.growth.degree == 2
+    assert prediction.curve.growth is not None
+    assert prediction.curve.growth.degree == 2
     assert sizes[::2] == [4, 8, 16, 32]
     small, large = (prediction.footprint_at(n).peak_allocated_bytes for n in (1000, 2000))
     assert 3.9 < large / small < 4
@@ -363,7 +371,7 @@ def test_a_step_that_runs_differently_at_each_size_is_captured_at_each_size_aske
 
     step, sizes = sizes_run(more_layers_for_more_samples)
     prediction = predicted(step)
-    assert (prediction.method, prediction.growth, prediction.scalable) == ("fake", None, True)
+    assert (prediction.curve.method, prediction.curve.growth, prediction.curve.scalable) == ("fake", None, True)
     before = len(sizes)
     prediction.footprint_at(20)
     prediction.footprint_at(20)
@@ -377,8 +385,8 @@ def test_a_step_that_refuses_small_batches_is_run_at_the_size_asked_for_and_its_
         return plain(model, x)
 
     prediction = predicted(twenty_or_more, batch_size=24)
-    assert prediction.growth is not None
-    assert prediction.growth.sizes == (24, 48, 96)
+    assert prediction.curve.growth is not None
+    assert prediction.curve.growth.sizes == (24, 48, 96)
     assert prediction.footprint_at(100).peak_allocated_bytes == peak(100)
 
 
@@ -387,7 +395,7 @@ def test_a_step_that_runs_at_one_size_alone_is_known_at_that_size_alone():
         return plain(model, x.view(16, 4))
 
     prediction = predicted(sixteen)
-    assert (prediction.method, prediction.scalable) == ("fake", False)
+    assert (prediction.curve.method, prediction.curve.scalable) == ("fake", False)
     assert prediction.footprint_at(16).peak_allocated_bytes == peak(16)
 
 
@@ -418,8 +426,10 @@ def test_a_size_that_runs_otherwise_puts_an_end_to_growth_and_a_note_says_so():
     grown = predicted(two_ways)
     promised = grown.footprint_at(50).peak_allocated_bytes
     proven = grown.proven_at(50)
-    assert proven.growth is None
-    assert proven.notes == ("memory at batch size 50 is off the line through others: each size is predicted by itself",)
+    assert proven.curve.growth is None
+    assert proven.curve.notes == (
+        "memory at batch size 50 is off the line through others: each size is predicted by itself",
+    )
     assert proven.footprint_at(50).peak_allocated_bytes == promised + 50 * 32 - 128, "tanh keeps its result"
     assert proven.footprint_at(30).peak_allocated_bytes == grown.footprint_at(30).peak_allocated_bytes
     assert grown.footprint_at(50).peak_allocated_bytes == promised, "the first prediction was edited"
@@ -464,7 +474,7 @@ def test_a_step_for_cuda_runs_on_one_fake_device_whichever_is_meant(device):
 @pytest.mark.parametrize("n", [3, 100, 2048])
 def test_growth_on_a_gpu_that_is_not_there_is_a_capture(n):
     grown = predict(on_an_h200(), 16, CUDA)
-    assert grown.growth is not None
+    assert grown.curve.growth is not None
     assert grown.trace_at(n).events == capture(on_an_h200(), n, "fake").events
     assert grown.proven_at(n) is grown
 
@@ -473,25 +483,25 @@ def test_growth_on_a_gpu_that_is_not_there_is_a_capture(n):
 def test_a_step_that_has_to_run_for_real_runs_on_the_cpu_there_and_a_note_says_so():
     prediction = predict(on_an_h200(needs_a_value), 16, CUDA)
     found = prediction.footprint_at(100)
-    assert (prediction.method, found.device) == ("real", "cuda")
+    assert (prediction.curve.method, found.device) == ("real", "cuda")
     assert "the step ran on the CPU, whose kernels may keep other tensors than the GPU's" in found.notes
 
 
 def test_states_alone_are_made_on_a_gpu_that_is_not_there():
     prediction = predict(on_an_h200(raises, optimizer=torch.optim.Adam), 16, CUDA)
-    assert prediction.method == "states"
+    assert prediction.curve.method == "states"
     parts = prediction.footprint_at(16).parts
     assert (parts["parameters"], parts["optimizer_state"]) == (512, 1024)
 
 
 def test_a_worst_case_is_known_on_a_gpu_that_is_not_there():
     prediction = predict(on_an_h200(keeps_by_mask), 16, CUDA)
-    assert prediction.method == "worst-case"
+    assert prediction.curve.method == "worst-case"
     assert prediction.footprint_at(16).notes == ("aten.index.Tensor was assumed to return its largest result",)
 
 
 def test_a_context_that_was_not_measured_gives_bounds():
-    found = predict(on_an_h200(), 16, CUDA, context_bytes=(1000, 2000, 3000)).footprint_at(16)
+    found = predict(on_an_h200(), 16, CUDA, context_bytes=Range(1000, 2000, 3000)).footprint_at(16)
     assert found.low is not None
     assert found.high is not None
     assert [each.outside_bytes for each in (found.low, found, found.high)] == [1000, 2000, 3000]
@@ -504,7 +514,7 @@ def test_a_step_that_runs_otherwise_at_each_small_size_for_real_runs_at_the_size
         return model(torch.relu(x) if len(x) == 4 else x).sum()
 
     prediction = predicted(branches)
-    assert (prediction.method, prediction.growth, prediction.scalable) == ("real", None, True)
+    assert (prediction.curve.method, prediction.curve.growth, prediction.curve.scalable) == ("real", None, True)
     assert [prediction.footprint_at(n).peak_allocated_bytes for n in (16, 20)] == [peak(16), peak(20)]
 
 
@@ -538,7 +548,7 @@ def more_layers_for_larger_values(model: nn.Module, x: torch.Tensor) -> torch.Te
 def test_where_memory_depends_on_values_the_largest_of_some_draws_is_predicted_with_a_range():
     """Each tanh keeps 32 bytes a sample."""
     prediction = predicted(more_layers_for_larger_values, batches=drawn())
-    assert (prediction.method, prediction.growth) == ("real", None)
+    assert (prediction.curve.method, prediction.curve.growth) == ("real", None)
     for n in (16, 20):
         found = prediction.footprint_at(n)
         assert found.low is not None
@@ -553,7 +563,7 @@ def test_where_memory_depends_on_values_the_largest_of_some_draws_is_predicted_w
 def test_real_batches_of_every_size_come_from_the_draws():
     step, sizes = sizes_run(needs_a_value)
     prediction = predicted(step, batches=drawn())
-    assert prediction.growth is not None
+    assert prediction.curve.growth is not None
     assert set(sizes) == {2, 4, 8, 16}
     assert prediction.proven_at(24) is prediction
     assert 24 in sizes
@@ -564,11 +574,11 @@ def test_a_size_that_would_take_too_long_to_run_is_drawn_on_from_those_that_ran(
     monkeypatch.setattr("lightning_memguard.core.capture.predict._MOST_SECONDS", 0.0)
     monkeypatch.setattr(f"lightning_memguard.core.capture.predict.{limit}", 0.0)
     prediction = predicted(more_layers_for_larger_values, batches=drawn())
-    assert len(prediction.variants) == draws
+    assert len(prediction.curve.variants) == draws
     ran, beyond = (prediction.footprint_at(n) for n in (8, 8000))
     assert beyond.peak_allocated_bytes == pytest.approx(1000 * ran.peak_allocated_bytes, rel=0.5)
     assert f"the memory at batch size 8000 is extrapolated from batch size {largest}" in " ".join(beyond.notes)
-    assert prediction.packed().footprint_at(8000) == beyond
+    assert pickle.loads(pickle.dumps(prediction.curve.packed())).footprint_at(8000) == beyond
 
 
 def test_a_step_that_fails_for_real_at_the_chosen_size_says_so():
@@ -591,17 +601,65 @@ def test_a_mask_that_keeps_half_of_a_real_batch_is_given_half_of_any_size():
     batch = torch.ones(16, 4)
     batch[::2] = -1
     prediction = predicted(keeps_half, batches=batches_from_one(batch))
-    assert prediction.method == "sampled"
+    assert prediction.curve.method == "sampled"
     found, real = prediction.trace_at(16), capture(prediction.program, 16, "real")
     assert [event[2:] for event in found if event.phase == "forward"] == [
         event[2:] for event in real if event.phase == "forward"
     ]
     tanh = [event.nbytes for event in prediction.trace_at(100) if event.operator == "aten.tanh.default"]
     assert tanh[0] == 32 * 50
-    assert prediction.ceiling is not None
+    assert prediction.curve.ceiling is not None
     assert "some tensors are as large as the values in a batch make them: predicted from 8 batches of 16" in " ".join(
         prediction.footprint_at(100).notes
     )
+
+
+# Random numbers that a step draws
+
+
+def resizes(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """Makes 1 to 8 rows of each sample, as multi-scale training makes smaller and larger images of it."""
+    return plain(model, x.repeat_interleave(random.randint(1, 8), 0))
+
+
+def drops_layers(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return sum(model(x).tanh().sum() for layer in range(4) if layer == 0 or random.random() < 0.5)
+
+
+def passes(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return sum(model(x).tanh().sum() for _ in range(int(np.random.randint(1, 5))))
+
+
+def mixes(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return plain(model, random.random() * x)
+
+
+@pytest.mark.parametrize("step", [resizes, drops_layers, passes])
+def test_sizes_that_a_step_draws_are_predicted_at_their_largest_whatever_the_seed(step: Any) -> None:
+    found = []
+    for seed in (0, 3):
+        random.seed(seed)
+        np.random.seed(seed)
+        prediction = predicted(step)
+        assert prediction.proven_at(50) is prediction, "captured with the numbers that were predicted"
+        found.append(prediction.footprint_at(50))
+    first, second = found
+    assert first == second
+    assert [doubt.kind for doubt in first.doubts] == ["draws"]
+    assert first.lowest.allocated_bytes < first.peak_allocated_bytes < first.highest.allocated_bytes
+    assert "the memory of a step depends on random numbers that it draws" in first.notes[-1]
+
+
+def test_the_largest_size_that_a_step_can_draw_is_within_its_range() -> None:
+    def largest(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return plain(model, x.repeat_interleave(8, 0))
+
+    found, most = predicted(resizes).footprint_at(50), predicted(largest).footprint_at(50)
+    assert found.lowest.allocated_bytes < most.peak_allocated_bytes <= found.highest.allocated_bytes
+
+
+def test_random_numbers_that_change_no_size_make_no_range() -> None:
+    assert predicted(mixes).footprint_at(50).doubts == ()
 
 
 # What grows from step to step
@@ -668,11 +726,11 @@ def test_what_was_captured_until_the_deadline_is_used_with_a_range(time_is_up: C
     program = program_of()
     with until_deadline(program, next_size=time_is_up):
         prediction = predict(program, 64, EXACT).proven_at(64)
-    assert prediction.scalable
-    assert "time was up (max_setup_seconds): the step was captured at batch size 4, 8 alone" in prediction.notes
-    for found in (prediction.footprint_at(64), prediction.packed().footprint_at(64)):
+    assert prediction.curve.scalable
+    assert "time was up (max_setup_seconds): the step was captured at batch size 4, 8 alone" in prediction.curve.notes
+    for found in (prediction.footprint_at(64), pickle.loads(pickle.dumps(prediction.curve.packed())).footprint_at(64)):
         assert (found.peak_allocated_bytes, found.low.allocated_bytes) == (peak(64), peak(64))
-        assert found.high.allocated_bytes == 256 + (peak(8) - 256) * 8**2
+        assert found.high.allocated_bytes == peak(8) + 8 * 48 * (8**2 - 1), "48 bytes a sample"
         assert found.notes[-1].endswith("grew with its square from 8")
     assert prediction.footprint_at(8).high is None
 
@@ -680,11 +738,11 @@ def test_what_was_captured_until_the_deadline_is_used_with_a_range(time_is_up: C
 def test_a_size_asked_for_after_the_deadline_is_extrapolated_with_a_range(time_is_up: Callable[..., int]) -> None:
     program = program_of()
     with until_deadline(program):
-        prediction = replace(predict(program, 12, EXACT), growth=None)
+        prediction = Prediction(program, replace(predict(program, 12, EXACT).curve, growth=None))
         time_is_up()
         found = prediction.footprint_at(32)
     assert found.peak_allocated_bytes == peak(32)
-    assert found.high.allocated_bytes == 256 + (peak(16) - 256) * 2**2
+    assert found.high.allocated_bytes == peak(16) + 16 * 48 * (2**2 - 1)
     assert any(
         note.endswith("extrapolated from batch size 16: time was up (max_setup_seconds)") for note in found.notes
     )
@@ -696,7 +754,7 @@ def test_a_proof_that_the_deadline_cuts_short_is_noted(time_is_up: Callable[...,
         prediction = predict(program, 64, EXACT)
         time_is_up()
         prediction = prediction.proven_at(64)
-    assert prediction.notes == ("time was up (max_setup_seconds): the step was not captured at batch size 64",)
+    assert prediction.curve.notes == ("time was up (max_setup_seconds): the step was not captured at batch size 64",)
     assert prediction.footprint_at(64).high is None
 
 
@@ -737,6 +795,34 @@ def test_largest_results_that_the_deadline_lets_no_real_step_check_are_the_upper
     assert found.low.allocated_bytes < whole.peak_allocated_bytes
     assert found.high.allocated_bytes >= whole.peak_allocated_bytes
     assert "other values were not tried: at most with results as large as their operators can make them" in found.notes
+
+
+def test_what_a_deadline_leaves_open_is_bounded_by_what_grew_between_two_sizes(time_is_up: Callable[..., int]) -> None:
+    """Of 1 MiB that the step makes whatever its batch, none grows with the square; no range begins below zero."""
+
+    def with_constants(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        constant = torch.zeros(1 << 18)
+        return plain(model, x) + constant.sum()
+
+    program = program_of(with_constants)
+    with until_deadline(program, next_size=time_is_up):
+        prediction = predict(program, 64, EXACT).proven_at(64)
+    found, whole = prediction.footprint_at(64), predict(program, 64, EXACT).footprint_at(64)
+    assert found.is_cut
+    assert found.lowest.allocated_bytes <= whole.peak_allocated_bytes <= found.high.allocated_bytes < 2 << 20
+
+
+def test_real_steps_that_the_deadline_leaves_out_at_the_size_asked_for_do_not_fail(
+    time_is_up: Callable[..., int],
+) -> None:
+    program = program_of(more_layers_for_larger_values, batches=drawn())
+    with until_deadline(program):
+        prediction = predict(program, 16, EXACT)
+        time_is_up()
+        found = prediction.footprint_at(20)
+        assert prediction.proven_at(20) is prediction
+    assert found.is_cut
+    assert "extrapolated from batch size" in " ".join(found.notes)
 
 
 def test_nothing_is_predicted_if_nothing_was_captured_until_the_deadline(time_is_up: Callable[..., int]) -> None:

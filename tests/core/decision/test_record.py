@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lightning_memguard.core.decision.record import EpochRecord, Measured
-from lightning_memguard.core.replay.footprint import Footprint, Peak
+from lightning_memguard.core.replay.footprint import Doubt, Footprint, Peak
 from lightning_memguard.core.replay.seconds import Speed, Timing
 from lightning_memguard.core.trace.trace import PARTS
 from lightning_memguard.core.trace.work import Work
@@ -51,7 +51,9 @@ def test_a_step_too_small_to_compare_with_a_process_has_both_figures_and_no_erro
 ):
     """On the CPU a process holds up to 4 to 12 MiB outside of tensors."""
     peak, most = peak_mib * MIB, (peak_mib + outside_mib) * MIB
-    predicted = Footprint(8, device, peak, peak, peak, low=Peak(peak, peak, peak), high=Peak(peak, peak, most))
+    predicted = Footprint(
+        8, device, peak, peak, peak, doubts=(Doubt("process", (Peak(peak, peak, peak), Peak(peak, peak, most))),)
+    )
     record = EpochRecord(0, 8, predicted, Measured(peak + 9 * MIB, "VmHWM"), GIB)
     assert record.has_error is has_error
     assert ("memguard/error_pct" in record.as_metrics()) is has_error
@@ -92,7 +94,7 @@ def test_the_metrics_have_their_public_names_and_their_unit_in_the_key():
 
 def test_bounds_are_logged_where_the_prediction_has_some():
     record = record_of(6 * GIB, 4 * GIB)
-    bounded = replace(record.predicted, low=Peak(1, 2, 5 * GIB), high=Peak(1, 2, 7 * GIB))
+    bounded = replace(record.predicted, doubts=(Doubt("process", (Peak(1, 2, 5 * GIB), Peak(1, 2, 7 * GIB))),))
     added = replace(record, predicted=bounded).as_metrics().items() - record.as_metrics().items()
     assert dict(added) == {"memguard/predicted_low_gib": 5.0, "memguard/predicted_high_gib": 7.0}
 
@@ -112,7 +114,7 @@ def test_seconds_are_logged_where_they_were_measured():
 
 def test_every_key_is_documented_and_every_documented_key_is_written():
     record = record_of(6 * GIB, 4 * GIB)
-    bounded = replace(record.predicted, low=Peak(1, 2, 5 * GIB), high=Peak(1, 2, 7 * GIB))
+    bounded = replace(record.predicted, doubts=(Doubt("process", (Peak(1, 2, 5 * GIB), Peak(1, 2, 7 * GIB))),))
     record = replace(record, measured=replace(record.measured, alloc_retries=0, host_bytes=0, step_seconds=2.0))
     written = {
         re.sub(r"/\w+_gib$", "/<part>_gib", key) if key.count("/") == 2 else key

@@ -384,3 +384,67 @@ def is_running(process: int) -> bool:
     except FileNotFoundError:
         return False
     return state not in "ZX"  # whoever adopted it may not have waited for it
+
+
+# -- what is read
+
+
+def test_a_file_that_is_read_and_written_is_a_copy(tmp_path: Path) -> None:
+    path = tmp_path / "both"
+    path.write_bytes(b"abcdef")
+    with path.open("r+b", buffering=0) as file:
+        file.seek(2)
+
+        def read_and_write() -> bytes:
+            read: bytes = file.read(2)
+            file.write(b"X")
+            file.seek(0)
+            return read + file.read()
+
+        answer = in_child(read_and_write)
+        assert (file.tell(), path.read_bytes()) == (2, b"abcdef")
+    assert answer.value == (b"cdabcdXf" if sys.platform.startswith("linux") else answer.value)
+
+
+def test_an_open_database_can_be_read(tmp_path: Path) -> None:
+    connection = sqlite3.connect(tmp_path / "rows.db")
+    connection.executescript("CREATE TABLE rows (number); INSERT INTO rows VALUES (1), (2), (3)")
+    rows = connection.execute("SELECT number FROM rows")
+    next(rows)
+    assert in_child(lambda: [number for (number,) in rows]).value == [2, 3]
+    assert [number for (number,) in rows] == [2, 3]
+
+
+@pytest.mark.parametrize("reaches_out", [False, True])
+def test_no_service_of_this_machine_is_called(tmp_path: Path, reaches_out: bool) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.socket(socket.AF_UNIX) as named:
+        named.bind(str(tmp_path / "socket"))
+        named.listen()
+        addresses = server.getsockname(), named.getsockname()
+        families = socket.AF_INET, socket.AF_UNIX
+
+        def connect(place: int) -> None:
+            socket.socket(families[place]).connect(addresses[place])
+
+        with Children[int, None](connect, most=1, reaches_out=reaches_out) as pool:
+            assert all(pool.answer(place).lost.startswith("PermissionError") for place in (0, 1))
+        connect(0)
+
+
+def test_a_child_that_reaches_out_writes_new_files_and_leaves_others(tmp_path: Path) -> None:
+    (tmp_path / "old.txt").write_text("old")
+    time.sleep(0.05)  # file systems count in ticks of the clock
+
+    def write(_: int) -> str:
+        (tmp_path / "cache").mkdir()
+        (tmp_path / "cache" / "part").write_text("new")
+        (tmp_path / "cache" / "part").rename(tmp_path / "cache" / "whole")
+        (tmp_path / "old.txt").write_text("changed")
+        (tmp_path / "old.txt").unlink()
+        (tmp_path / "cache" / "whole").replace(tmp_path / "old.txt")
+        return (tmp_path / "cache" / "whole").read_text()
+
+    with Children[int, str](write, most=1, reaches_out=True) as pool:
+        assert pool.answer(0).value == "new"
+    assert (tmp_path / "old.txt").read_text() == "old"
+    assert (tmp_path / "cache" / "whole").read_text() == "new"

@@ -11,8 +11,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from lightning_memguard.core.kernels import attention, table
 from lightning_memguard.core.kernels.arguments import Call
+from lightning_memguard.core.range import Range
 from lightning_memguard.core.simulation.fake import by_name
-from lightning_memguard.core.trace.scratch import NONE, ByteRange, CpuTarget, CudaTarget, Scratch
+from lightning_memguard.core.trace.scratch import NONE, CpuTarget, CudaTarget, Scratch
 
 V100, A100, RTX4090, H100, RTX5090 = (
     CudaTarget((7, 0), 80),
@@ -157,10 +158,10 @@ def test_keys_are_split_less_the_more_heads_there_are(pairs, columns, splits) ->
 def test_cudnn_says_nothing_of_its_workspace_so_it_is_a_span() -> None:
     inputs = tensors(2, 4, 128, 64)
     forward = scratch("scaled_dot_product_cudnn_attention", *inputs, None, True, kernel_target=H100)
-    assert forward == Scratch(after=((ByteRange(0, 0, 2 * 4 * 128 * 64 * 4),),))
+    assert forward == Scratch(after=((Range(0, 0, 2 * 4 * 128 * 64 * 4),),))
     backward = scratch("scaled_dot_product_cudnn_attention_backward", inputs[0], *inputs, kernel_target=H100)
     sums, one = 2 * 4 * 128 * 4, 2 * 4 * 128 * 64 * 4
-    assert backward == Scratch(after=((ByteRange(sums, sums + one, sums + 3 * one),),))
+    assert backward == Scratch(after=((Range(sums, sums + one, sums + 3 * one),),))
 
 
 # -- plain operators

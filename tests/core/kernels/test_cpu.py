@@ -17,8 +17,9 @@ from lightning_memguard.core.capture.kernel_scratch import this_cpu
 from lightning_memguard.core.kernels import cpu_factorizations as lapack
 from lightning_memguard.core.kernels import onednn, table
 from lightning_memguard.core.kernels.arguments import Call
+from lightning_memguard.core.range import Range
 from lightning_memguard.core.simulation.fake import by_name
-from lightning_memguard.core.trace.scratch import ByteRange, CpuTarget
+from lightning_memguard.core.trace.scratch import CpuTarget
 from lightning_memguard.core.trace.trace import moments_of
 
 aten = torch.ops.aten
@@ -218,7 +219,7 @@ def test_each_thread_may_add_to_the_gradients_at_once() -> None:
     assert rule is not None
     given = {"grad_out": x, "query": x, "key": x, "value": x}
     ((*_, product),) = rule(Call(given, [x, x, x], CpuTarget(threads=2))).after
-    assert isinstance(product, ByteRange)
+    assert isinstance(product, Range)
     assert 0 < product.low < product.high == 2 * product.low
 
 

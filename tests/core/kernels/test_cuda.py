@@ -10,8 +10,9 @@ import torch
 
 from lightning_memguard.core.kernels import cudnn, sorting, table
 from lightning_memguard.core.kernels.arguments import Call
+from lightning_memguard.core.range import Range
 from lightning_memguard.core.simulation.fake import by_name
-from lightning_memguard.core.trace.scratch import NONE, ByteRange, CudaTarget, Scratch
+from lightning_memguard.core.trace.scratch import NONE, CudaTarget, Plans, Scratch
 
 H200 = CudaTarget((9, 0), 132)
 T4 = CudaTarget((7, 5), 40)
@@ -81,7 +82,7 @@ def test_one_pass_of_radix_sort_needs_no_second_buffers():
 
 
 def test_short_keys_on_older_gpus_are_sorted_within_bounds():
-    low, point, high, _ = sorting.radix_sort(1_000_000, 2, 8, CudaTarget((8, 0), 132))
+    low, point, high = sorting.radix_sort(1_000_000, 2, 8, CudaTarget((8, 0), 132))
     assert low < point < high
     assert low < 12_748_799 < high  # CUB's answer where four blocks fit on a multiprocessor
 
@@ -235,7 +236,7 @@ def test_indexing_by_a_mask_lists_what_it_chooses():
 
 def test_a_mask_to_put_by_is_a_span():
     scratch = rule("index_put_", (tensor(10), [tensor(10, dtype=torch.bool)], tensor()), tensor(10))
-    assert blocks(scratch) == [ByteRange(0, 40, 80)]
+    assert blocks(scratch) == [Range(0, 40, 80)]
 
 
 def test_index_add_takes_nothing_unless_order_must_not_matter():
@@ -490,26 +491,26 @@ def test_a_workspace_is_that_of_the_plan_that_cudnn_names_first_or_none(monkeypa
     sizes = (300, 800, 100, 200, 5000, 0)
     monkeypatch.setattr(cudnn, "workspaces", lambda _: sizes)
     x, weight, y = tensor(2, 64, 6, 6), tensor(64, 64, 3, 3), tensor(2, 64, 6, 6)
-    expected = ByteRange(0, 300, 300, sizes)
+    expected = Plans(Range(0, 300, 300), sizes)
     assert blocks(rule("convolution", conv(x, weight), y)) == [expected]
     both = rule("convolution_backward", conv_backward(y, x, weight, [True, True, False]), [x, weight])
     assert (both.between, both.after) == ({0: ((expected,),)}, ((expected,),))
     fastest = replace(H200, benchmark=True)
-    assert blocks(rule("convolution", conv(x, weight), y, fastest)) == [expected._replace(high=5000)]
+    assert blocks(rule("convolution", conv(x, weight), y, fastest)) == [expected._replace(size=Range(0, 300, 5000))]
 
 
 def test_for_a_gpu_that_cudnn_does_not_answer_for_a_workspace_is_at_most_as_large_as_the_tensors(monkeypatch):
     monkeypatch.setattr(cudnn, "workspaces", lambda _: None)
     x, weight, y = tensor(2, 64, 6, 6), tensor(64, 64, 3, 3), tensor(2, 64, 6, 6)
     (found,) = blocks(rule("convolution", conv(x, weight), y, CudaTarget((7, 0), 80)))
-    assert (found.low, found.high) == (0, 4 * (x.numel() + weight.numel() + y.numel()))
+    assert (found.size.low, found.size.high) == (0, 4 * (x.numel() + weight.numel() + y.numel()))
 
 
 def test_narrow_products_were_not_seen_to_take_the_copies_that_cudnn_names(monkeypatch):
     monkeypatch.setattr(cudnn, "workspaces", lambda _: (300,))
     x, y = tensor(2, 24, 6, 6), tensor(2, 144, 6, 6)
-    assert blocks(rule("convolution", conv(x, tensor(144, 24, 1, 1)), y)) == [ByteRange(0, 0, 300, (300,))]
-    assert blocks(rule("convolution", conv(x, tensor(144, 24, 3, 3)), y)) == [ByteRange(0, 300, 300, (300,))]
+    assert blocks(rule("convolution", conv(x, tensor(144, 24, 1, 1)), y)) == [Plans(Range(0, 0, 300), (300,))]
+    assert blocks(rule("convolution", conv(x, tensor(144, 24, 3, 3)), y)) == [Plans(Range(0, 300, 300), (300,))]
     measured = replace(H200, cudnn=90100)
     assert rule("convolution", conv(x, tensor(144, 24, 1, 1)), y, measured) == NONE
 
@@ -558,8 +559,8 @@ def test_without_cudnn_a_table_knows_the_usual_shares():
     backward = conv_backward(y, x, weight, [False, True, False])
     copies = (2 * 8 * 64 * 56 * 56 + 64 * 64 * 9) * 4
     (block,) = blocks(rule("convolution_backward", backward, [weight], ampere))
-    assert 0.9 * copies < block.point <= block.high
-    assert block.otherwise == (block.point, 0)
+    assert 0.9 * copies < block.size.likely <= block.size.high
+    assert block.otherwise == (block.size.likely, 0)
     assert rule("convolution_backward", backward, [weight], turing) == NONE
     assert rule("convolution", conv(x.double(), weight.double()), y.double()) == NONE
 

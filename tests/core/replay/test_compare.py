@@ -61,6 +61,30 @@ def test_a_request_that_only_one_has_is_named_with_its_effect_on_the_peak() -> N
     assert (difference.kind, difference.peak_bytes) == ("only actual", MORE[0])
 
 
+def test_a_device_without_a_history_is_compared_by_what_it_holds(tmp_path: Path) -> None:
+    """Memory ran out at our peak: one block is missing, and another program's is there."""
+    ours = history(STEP, STEP)
+    taken = [Event("alloc", place, size, "activations") for place, (size, _) in enumerate([*STEP[1:], MORE])]
+    alone = snapshot(Trace(8, "cuda", "fake", tuple(taken)), AllocatorSettings())
+    alone["device_traces"] = [[]]
+    assert list(histories_of(alone)) == []
+    (theirs,) = histories_of(alone, held=True)
+    found = compare(ours, theirs)
+    assert found.equal_requests == len(STEP) - 1
+    assert found.actual_peak_bytes == sum(size for size, _ in STEP[1:]) + MORE[0]
+    assert {(each.kind, each.nbytes, each.count) for each in found.differences} == {
+        ("only actual", MORE[0], 1),
+        ("only predicted", STEP[0][0], 1),
+    }
+    path = tmp_path / "actual.pickle"
+    path.write_bytes(pickle.dumps(alone, protocol=4))
+    ours_path = tmp_path / "ours.pickle"
+    ours_path.write_bytes(
+        pickle.dumps(snapshot(Trace(8, "cuda", "fake", tuple(taken)), AllocatorSettings()), protocol=4)
+    )
+    assert "allocations are alike" in comparison_text(compare_files(ours_path, path))
+
+
 def test_what_one_of_them_holds_for_longer_is_named() -> None:
     def held(until_the_end: bool) -> History:
         first, *others = (Event("alloc", place, size) for place, size in enumerate((MORE[0], KIB, MORE[0])))

@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_memguard.core.range import Range
 from lightning_memguard.core.replay.footprint import LESS_CACHED, MORE_CACHED, Footprint, Peak, footprint
 from lightning_memguard.core.replay.settings import AllocatorSettings
-from lightning_memguard.core.trace.scratch import ByteRange
+from lightning_memguard.core.trace.scratch import Plans
 from lightning_memguard.core.trace.trace import PARTS, Event, Trace, scratch_events
 from lightning_memguard.units import MIB
 
@@ -77,7 +78,7 @@ def test_on_cuda_the_peak_is_looked_for_among_blocks_rounded_to_512():
 
 
 def test_on_cuda_the_device_holds_what_is_reserved_and_the_context_beside_it():
-    found = footprint(trace_of(*STEP, device="cuda"), CUDA, context_bytes=300 * MIB)
+    found = footprint(trace_of(*STEP, device="cuda"), CUDA, context_bytes=Range.exactly(300 * MIB))
     assert found.peak_reserved_bytes == 2 * MIB
     assert found.peak_device_bytes == 302 * MIB
 
@@ -109,31 +110,31 @@ def with_scratch(*moments, model: int = 1000) -> Trace:
 
 
 def test_where_all_is_known_there_are_no_bounds():
-    found = footprint(with_scratch(300), EXACT, context_bytes=50)
+    found = footprint(with_scratch(300), EXACT, context_bytes=Range.exactly(50))
     assert (found.low, found.high) == (None, None)
     assert found.most_device_bytes == found.peak_device_bytes == 1000 + 300 + 50
 
 
 def test_a_workspace_of_unknown_size_gives_three_peaks():
-    found = footprint(with_scratch(ByteRange(0, 300, 900)), EXACT)
+    found = footprint(with_scratch(Range(0, 300, 900)), EXACT)
     assert (found.low, found.peak_allocated_bytes, found.high) == (Peak(1000, 1000, 1000), 1300, Peak(1900, 1900, 1900))
     assert found.most_device_bytes == 1900
 
 
 def test_the_parts_are_those_of_the_likely_case():
-    found = footprint(with_scratch(ByteRange(0, 300, 900)), EXACT)
+    found = footprint(with_scratch(Range(0, 300, 900)), EXACT)
     assert (found.parts["workspaces"], sum(found.parts.values())) == (300, found.peak_allocated_bytes)
 
 
 def test_certain_scratch_beside_the_unknown_is_in_all_three():
-    found = footprint(with_scratch((50, ByteRange(1, 2, 3))), EXACT)
+    found = footprint(with_scratch((50, Range(1, 2, 3))), EXACT)
     assert found.low is not None
     assert found.high is not None
     assert (found.low.allocated_bytes, found.peak_allocated_bytes, found.high.allocated_bytes) == (1051, 1052, 1053)
 
 
 def test_a_context_of_unknown_size_is_added_to_each_peak():
-    found = footprint(with_scratch(ByteRange(0, 300, 900)), EXACT, context_bytes=(10, 20, 40))
+    found = footprint(with_scratch(Range(0, 300, 900)), EXACT, context_bytes=Range(10, 20, 40))
     assert found.low is not None
     assert found.high is not None
     assert (found.low.device_bytes, found.peak_device_bytes, found.high.device_bytes) == (1010, 1320, 1940)
@@ -141,13 +142,13 @@ def test_a_context_of_unknown_size_is_added_to_each_peak():
 
 
 def test_a_context_of_unknown_size_alone_gives_bounds_too():
-    found = footprint(with_scratch(300), EXACT, context_bytes=(10, 20, 40))
+    found = footprint(with_scratch(300), EXACT, context_bytes=Range(10, 20, 40))
     assert (found.low, found.high) == (Peak(1300, 1300, 1310), Peak(1300, 1300, 1340))
     assert (found.peak_device_bytes, found.most_device_bytes) == (1320, 1340)
 
 
 def test_a_context_whose_bounds_are_equal_is_known():
-    found = footprint(with_scratch(300), EXACT, context_bytes=(20, 20, 20))
+    found = footprint(with_scratch(300), EXACT, context_bytes=Range(20, 20, 20))
     assert (found.low, found.high, found.most_device_bytes) == (None, None, 1320)
 
 
@@ -157,14 +158,14 @@ def test_the_least_or_most_of_two_peaks_takes_each_figure_by_itself():
 
 
 blocks = st.integers(0, 64 * MIB)
-spans = st.lists(blocks, min_size=3, max_size=3).map(lambda sizes: ByteRange(*sorted(sizes)))
+spans = st.lists(blocks, min_size=3, max_size=3).map(lambda sizes: Range(*sorted(sizes)))
 moments = st.one_of(blocks, spans, st.lists(st.one_of(blocks, spans), max_size=3).map(tuple))
 
 
 @given(st.lists(moments, min_size=1, max_size=6), st.sampled_from([EXACT, CUDA]))
 def test_bounds_never_cross_the_point(scratch, settings):
     """A larger block can leave a smaller reserve, so that the cases need not come out in order by themselves."""
-    found = footprint(with_scratch(*scratch, model=3 * MIB), settings, context_bytes=(1, 2, 3))
+    found = footprint(with_scratch(*scratch, model=3 * MIB), settings, context_bytes=Range(1, 2, 3))
     low, high = found.low, found.high
     assert low is not None
     assert high is not None
@@ -177,7 +178,7 @@ def test_bounds_never_cross_the_point(scratch, settings):
 
 def test_where_a_larger_block_leaves_a_smaller_reserve_the_larger_context_still_stands():
     """Blocks up to 1 MiB share segments of 2, beside the 20 of the model; one byte more fits into those 20."""
-    found = footprint(with_scratch(ByteRange(0, 1, MIB + 1), model=3 * MIB), CUDA, context_bytes=(10, 20, 30))
+    found = footprint(with_scratch(Range(0, 1, MIB + 1), model=3 * MIB), CUDA, context_bytes=Range(10, 20, 30))
     alone = footprint(with_scratch(MIB + 1, model=3 * MIB), CUDA)
     assert alone.peak_reserved_bytes == 20 * MIB < found.peak_reserved_bytes == 22 * MIB
     assert found.yielding_bytes == int(MORE_CACHED * (3 * MIB + 512))
@@ -188,10 +189,10 @@ def test_where_a_larger_block_leaves_a_smaller_reserve_the_larger_context_still_
 CACHING = (Event("alloc", 0, 20 * MIB), Event("free", 0, 20 * MIB), Event("alloc", 1, 40 * MIB))
 
 
-@pytest.mark.parametrize(("context", "outside"), [(50, (50, 50)), ((10, 20, 30), (10, 30))])
+@pytest.mark.parametrize(("context", "outside"), [((50, 50, 50), (50, 50)), ((10, 20, 30), (10, 30))])
 def test_what_a_run_may_have_more_in_its_cache_is_in_its_range_but_not_held_against_a_budget(context, outside):
     """It would be given back: 40 MiB are allocated of 60 reserved, since they find no place in the first 20."""
-    found = footprint(trace_of(*CACHING, device="cuda"), CUDA, context)
+    found = footprint(trace_of(*CACHING, device="cuda"), CUDA, Range(*context))
     less, more = int(LESS_CACHED * 40 * MIB), int(MORE_CACHED * 40 * MIB)
     assert (found.peak_allocated_bytes, found.peak_reserved_bytes) == (40 * MIB, 60 * MIB)
     assert found.low == Peak(40 * MIB, 60 * MIB - less, 60 * MIB - less + outside[0])
@@ -201,7 +202,7 @@ def test_what_a_run_may_have_more_in_its_cache_is_in_its_range_but_not_held_agai
 
 def test_a_workspace_that_has_other_sizes_is_not_held_against_a_budget():
     """PyTorch takes another plan of cuDNN where the largest does not fit."""
-    certain, other = ByteRange(0, 30 * MIB, 90 * MIB), ByteRange(0, 20 * MIB, 50 * MIB, (20 * MIB, 0))
+    certain, other = Range(0, 30 * MIB, 90 * MIB), Plans(Range(0, 20 * MIB, 50 * MIB), (20 * MIB, 0))
     found = footprint(with_scratch(other, model=40 * MIB), CUDA)
     assert found.high is not None
     assert found.high.allocated_bytes == 90 * MIB
@@ -213,7 +214,7 @@ def test_a_workspace_that_has_other_sizes_is_not_held_against_a_budget():
 
 def test_the_cache_grows_no_further_than_the_device():
     settings = AllocatorSettings(capacity_bytes=60 * MIB + 10)
-    found = footprint(trace_of(*CACHING, device="cuda"), settings, context_bytes=(10, 20, 30))
+    found = footprint(trace_of(*CACHING, device="cuda"), settings, context_bytes=Range(10, 20, 30))
     assert found.yielding_bytes == 10
     assert found.high == Peak(40 * MIB, 60 * MIB + 10, 60 * MIB + 40)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_memguard.core.replay.footprint import Footprint, Peak
+from lightning_memguard.core.replay.footprint import Doubt, Footprint, Peak
 from lightning_memguard.core.replay.learned import Learned, Sighting
 from lightning_memguard.core.replay.seconds import Speed, Timing
 from lightning_memguard.core.trace.work import Work
@@ -17,7 +17,7 @@ def predicted(size: int, device: int = 1200, low: int = 1100, high: int = 1600, 
     """900 allocated, 1,000 reserved, 200 outside the allocator."""
     return Footprint(
         size, "cuda", 900, device - 200, device, PARTS, yielding_bytes=300,
-        low=Peak(850, low - 200, low), high=Peak(1200, high - 200, high), **more,
+        doubts=(Doubt("process", (Peak(850, low - 200, low), Peak(1200, high - 200, high))),), **more,
     )  # fmt: skip
 
 

@@ -2,7 +2,8 @@
 
 import pytest
 
-from lightning_memguard.core.replay.seconds import Seconds, Speed, Timing
+from lightning_memguard.core.range import Range
+from lightning_memguard.core.replay.seconds import Speed, Timing
 from lightning_memguard.core.trace.work import COMMUNICATION, CONVOLUTION, Work
 
 SPEED = Speed({"float32": 100.0, "float16": 200.0}, ((0.0, 20.0), (50.0, 10.0)), 0.5, (0.5, 2.0), link=4.0)
@@ -26,18 +27,18 @@ def test_an_operator_takes_what_limits_it(work, seconds):
 
 def test_a_step_has_several_batches_and_one_update():
     work = Work("float32", 100, 0, calls=3), Work("float32", 200, 0, updates=True)
-    assert Timing(work, lambda: SPEED, batches_per_step=4).step == Seconds(7, 14, 28)
+    assert Timing(work, lambda: SPEED, batches_per_step=4).step == Range(7, 14, 28)
 
 
 def test_what_is_sent_may_hide_behind_products_or_not():
     work = Work("float32", 1000, 0), Work(COMMUNICATION, 0, 8)
-    assert Timing(work, lambda: SPEED).step == Seconds(5, 10, (10 + 2 * 2) * 2)
+    assert Timing(work, lambda: SPEED).step == Range(5, 10, (10 + 2 * 2) * 2)
     assert Timing((*work, Work(COMMUNICATION, 0, 72)), lambda: SPEED).step.likely == 20
 
 
 def test_a_compiled_step_takes_no_less_than_its_products():
     work = Work("float32", 1000, 0), Work("", 0, 1000)
-    assert Timing(work, lambda: SPEED, compiled=True).step == Seconds(5, 110, 220)
+    assert Timing(work, lambda: SPEED, compiled=True).step == Range(5, 110, 220)
 
 
 def test_without_work_or_speed_there_is_no_time():

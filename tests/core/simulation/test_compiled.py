@@ -8,7 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +16,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_memguard import estimate
-from lightning_memguard.core.capture.predict import Prediction
+from lightning_memguard.core.capture.curve import Curve, Terms
+from lightning_memguard.core.capture.predict import Prediction, Surveyor
 from lightning_memguard.core.decision.decision import Budget, Request
 from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.core.simulation import compiled
@@ -220,44 +221,39 @@ def test_a_compiled_step_is_as_large_as_measured(tmp_path, monkeypatch):
 # -- the size that is chosen
 
 
-class Stepping(Prediction):
-    """Its step takes 1 MiB a sample as written, 2 MiB a sample and 3 MiB more compiled."""
-
-    captured: ClassVar[list[int]] = []
-
-    def _with_compiled(self, batch_size: int) -> Prediction:
-        self.captured.append(batch_size)
-        compiled = {**self.compiled, batch_size: trace_of(batch_size, (2 * batch_size + 3) * MIB)}
-        return replace(self, compiled=compiled)
+def in_steps(captured: list[int], _: Surveyor, curve: Curve, batch_size: int) -> Curve:
+    """Stands for a capture of a step that takes 1 MiB a sample as written, 2 MiB a sample and 3 MiB more compiled."""
+    captured.append(batch_size)
+    return replace(curve, compiled={**curve.compiled, batch_size: trace_of(batch_size, (2 * batch_size + 3) * MIB)})
 
 
 def trace_of(batch_size: int, nbytes: int, *notes: str) -> Trace:
     return Trace(batch_size, "cpu", "fake", (Event("alloc", 0, nbytes, "activations"),), notes)
 
 
-def test_a_size_is_chosen_by_few_captures_of_the_compiled_step():
+def test_a_size_is_chosen_by_few_captures_of_the_compiled_step(monkeypatch: pytest.MonkeyPatch) -> None:
     traces = [trace_of(size, size * MIB, NOTE) for size in (4, 8)]
     rules = AllocatorSettings.for_device("cpu", {})
-    Stepping.captured = []
+    captured: list[int] = []
+    monkeypatch.setattr(Surveyor, "_with_compiled", lambda *given: in_steps(captured, *given))
     nothing: Any = None
-    prediction = Stepping(nothing, rules, "fake", grow(traces), compiles=True)
+    prediction = Prediction(nothing, Curve(Terms(rules), "fake", grow(traces), reads=()))
     budget = Budget(203 * MIB, 203 * MIB, 0, "given")
     decision, proven = largest_that_runs(prediction, budget, Request(8))
     assert decision.batch_size == 100
     assert decision.footprint is not None
     assert decision.footprint.peak_allocated_bytes == 203 * MIB
-    assert 100 in proven.compiled
-    assert len(Stepping.captured) <= 4
+    assert 100 in proven.curve.compiled
+    assert len(captured) <= 4
 
 
 def test_between_the_sizes_captured_a_compiled_step_is_on_a_line():
     rules = AllocatorSettings.for_device("cpu", {})
     traces = [trace_of(size, size * MIB, NOTE) for size in (4, 8)]
-    nothing: Any = None
     known = {size: trace_of(size, (2 * size + 3) * MIB) for size in (10, 20)}
-    prediction = Prediction(nothing, rules, "fake", grow(traces), compiles=True, compiled=known)
-    found = prediction.footprint_at(14)
+    curve = Curve(Terms(rules), "fake", grow(traces), reads=(), compiled=known)
+    found = curve.footprint_at(14)
     assert (found.batch_size, found.peak_allocated_bytes) == (14, 31 * MIB)
     assert sum(found.parts.values()) == 31 * MIB
-    assert prediction.uncompiled().footprint_at(14).peak_allocated_bytes == 14 * MIB
-    assert replace(prediction, compiled={}).footprint_at(14).peak_allocated_bytes == 14 * MIB
+    assert curve.uncompiled().footprint_at(14).peak_allocated_bytes == 14 * MIB
+    assert replace(curve, compiled={}).footprint_at(14).peak_allocated_bytes == 14 * MIB

@@ -232,4 +232,4 @@ def test_a_transformer_with_a_mask_is_predicted_on_meta_weights():
         torch.optim.Adam,
         CPU,
     )
-    assert predict(program, 2, AllocatorSettings()).method == "fake"
+    assert predict(program, 2, AllocatorSettings()).curve.method == "fake"

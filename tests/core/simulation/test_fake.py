@@ -698,3 +698,85 @@ def test_importing_us_after_dtensor_leaves_torchs_operators_the_same_objects() -
     """DTensor's rules are kept by operator: with another ``mul_.Tensor`` in its place, FSDP2 finds no rule for it."""
     done = subprocess.run([sys.executable, "-c", _AFTER_DTENSOR], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+# -- tensor subclasses
+
+
+class Wrapping(torch.Tensor):
+    """As torchvision's tv_tensors: a few operators return it, all others plain tensors."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if not all(issubclass(cls, kind) for kind in types):
+            return NotImplemented
+        with torch._C.DisableTorchFunctionSubclass():
+            output = func(*args, **kwargs or {})
+        if func is torch.Tensor.clone:
+            return output.as_subclass(cls)
+        return output.as_subclass(torch.Tensor) if isinstance(output, cls) else output
+
+
+class Kept(torch.Tensor):
+    """Of which torch makes the results of all operators."""
+
+
+class Noted(torch.Tensor):
+    """As MONAI's MetaTensor: what is noted on a tensor goes on to the results."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        output = super().__torch_function__(func, types, args, kwargs)
+        if isinstance(output, cls) and args and isinstance(args[0], cls):
+            vars(output).update({name: value for name, value in vars(args[0]).items() if name == "noted"})
+        return output
+
+
+class MadeOf(torch.Tensor):
+    @staticmethod
+    def __new__(cls, tensor):
+        return torch.Tensor._make_subclass(cls, tensor)
+
+
+def noted(x):
+    made = x.as_subclass(Noted)
+    made.noted = 3
+    return made
+
+
+MAKERS = {
+    "wrapping": (lambda x: x.as_subclass(Wrapping), torch.Tensor),
+    "kept": (lambda x: x.as_subclass(Kept), Kept),
+    "noted": (noted, Noted),
+    "made": (MadeOf, MadeOf),
+}
+
+
+@pytest.mark.parametrize(("make", "result"), MAKERS.values(), ids=MAKERS)
+def test_a_tensor_subclass_is_as_on_real_tensors_and_stays_fake(make, result) -> None:
+    def step(x):
+        made = make(x)
+        product = made @ made.mT
+        return made, made.clone(), product, getattr(product, "noted", None), made.as_subclass(torch.Tensor)
+
+    weight = torch.rand(2, 3, requires_grad=True)
+    real = step(weight * 1)
+    mode = FakeTensorMode()
+    with faking(mode):
+        fake = step(mode.from_tensor(weight) * 1)
+        assert all(isinstance(each, FakeTensor) for each in fake if isinstance(each, torch.Tensor))
+        assert type(fake[-1]) is FakeTensor
+        assert isinstance(fake[2], result)
+        assert fake[3] == real[3]
+        for mine, theirs in zip(fake[:3], real[:3], strict=True):
+            assert type(mine).__name__ == type(theirs).__name__.replace("Tensor", "FakeTensor")
+            assert mine.as_subclass(torch.Tensor).shape == theirs.shape
+            assert mine.requires_grad is theirs.requires_grad
+
+
+def test_as_subclass_of_real_tensors_is_torchs_own() -> None:
+    own = torch.Tensor.as_subclass
+    with faking(FakeTensorMode()):
+        pass
+    assert torch.Tensor.as_subclass is own
+    assert type(torch.zeros(2).as_subclass(Kept)) is Kept

@@ -17,8 +17,9 @@ from lightning_memguard.core import gpus
 from lightning_memguard.core.batch.batches import batches_from_one
 from lightning_memguard.core.capture.predict import capture
 from lightning_memguard.core.capture.program import LoopProgram
+from lightning_memguard.core.range import Range
 from lightning_memguard.core.trace.growth import extrapolate, grow
-from lightning_memguard.core.trace.scratch import ByteRange, Scratch
+from lightning_memguard.core.trace.scratch import Scratch
 from lightning_memguard.core.trace.trace import CASES, Event, Kernel, ScratchSpan, Trace, moments_of, scratch_events
 from lightning_memguard.errors import CannotTraceError
 
@@ -223,7 +224,7 @@ LIKE = Event("alloc", 0, 0, "workspaces", "backward", 0, "head", "aten.kernel.de
 def above(numbers: Sequence[int]) -> Scratch:
     """Nothing up to 100 elements, and a sort of them from 101 on: of unknown size, beside a copy."""
     count = numbers[0]
-    return Scratch(after=((count, ByteRange(count, 2 * count, 4 * count)), count // 3) if count > 100 else ())
+    return Scratch(after=((count, Range(count, 2 * count, 4 * count)), count // 3) if count > 100 else ())
 
 
 def in_blocks(numbers: Sequence[int]) -> Scratch:

@@ -6,7 +6,8 @@ from dataclasses import FrozenInstanceError
 
 import pytest
 
-from lightning_memguard.core.trace.scratch import ByteRange, Scratch
+from lightning_memguard.core.range import Range
+from lightning_memguard.core.trace.scratch import Scratch
 from lightning_memguard.core.trace.trace import CASES, PARTS, Event, ScratchSpan, Trace, moments_of, scratch_events
 
 
@@ -108,7 +109,7 @@ def test_blocks_of_one_moment_are_alive_together_and_go_last_first():
 
 
 def test_a_span_stands_once_for_each_case_but_not_where_it_takes_nothing():
-    assert written(ByteRange(0, 100, 300)) == [
+    assert written(Range(0, 100, 300)) == [
         ("alloc", -1, 100, "point"),
         ("alloc", -2, 300, "high"),
         ("free", -2, 300, "high"),
@@ -117,7 +118,7 @@ def test_a_span_stands_once_for_each_case_but_not_where_it_takes_nothing():
 
 
 def test_a_span_may_be_alive_with_a_certain_block():
-    assert written((50, ByteRange(1, 2, 3)))[:4] == [
+    assert written((50, Range(1, 2, 3)))[:4] == [
         ("alloc", -1, 50, ""),
         ("alloc", -2, 1, "low"),
         ("alloc", -3, 2, "point"),
@@ -125,13 +126,13 @@ def test_a_span_may_be_alive_with_a_certain_block():
     ]
 
 
-@pytest.mark.parametrize("moments", [(), (0,), ((0, 0),), ((),), (ByteRange(0, 0, 0),)])
+@pytest.mark.parametrize("moments", [(), (0,), ((0, 0),), ((),), (Range(0, 0, 0),)])
 def test_nothing_is_no_event(moments):
     assert scratch_events(moments, -1, LIKE) == []
 
 
 def test_no_number_is_given_twice_and_all_go_down_from_the_first():
-    events = scratch_events((1, (2, 3), ByteRange(4, 5, 6)), -10, LIKE)
+    events = scratch_events((1, (2, 3), Range(4, 5, 6)), -10, LIKE)
     assert [event.block for event in events if event.action == "alloc"] == [-10, -11, -12, -13, -14, -15]
     assert sorted(e.block for e in events if e.action == "free") == sorted({e.block for e in events})
 

@@ -36,7 +36,7 @@ def averaging(name: str) -> Any:
 
 
 def decided(trainer: Any, module: Any, data: TensorDataset, *callbacks: Any, **settings: Any) -> Decision:
-    guard = MemGuard(**settings)
+    guard = MemGuard(**{"batch_size": "largest", **settings})
     trainer(guard, *callbacks).fit(module, DataLoader(data, batch_size=64))
     assert guard.decision is not None
     assert guard.decision.footprint is not None
@@ -128,7 +128,7 @@ def test_an_average_of_the_users_own_is_counted_once(
     trainer: Any, wide: Any, wide_data: TensorDataset, when: str, guard_first: bool
 ) -> None:
     """Whenever it copies, and whichever callback comes first: by the time the loaders are made it is there."""
-    module, guard = wide(), MemGuard(max_batch_size=64)
+    module, guard = wide(), MemGuard(batch_size="largest", max_batch_size=64)
     callbacks = [guard, Ema(when, module if when == "__init__" else None)]
     trainer(*(callbacks if guard_first else callbacks[::-1])).fit(module, DataLoader(wide_data, batch_size=64))
     assert guard.decision is not None

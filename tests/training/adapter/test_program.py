@@ -268,7 +268,7 @@ _READS = {
 def test_a_step_reads_what_it_reads_in_the_run(tmp_path: Any, read: str) -> None:
     """Differences here made a step fail on the copy, or take another branch."""
     loggers = [pl.loggers.CSVLogger(tmp_path, name="csv"), pl.loggers.TensorBoardLogger(tmp_path, name="board")]
-    callback, guard = Marked(), MemGuard(max_batch_size=20)
+    callback, guard = Marked(), MemGuard(batch_size="largest", max_batch_size=20)
     fit = OwnTrainer(
         accelerator="cpu", max_epochs=1, logger=loggers, callbacks=[callback, guard], log_every_n_steps=7,
         enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False, default_root_dir=tmp_path,
@@ -301,7 +301,10 @@ def test_a_step_reads_what_it_reads_in_the_run(tmp_path: Any, read: str) -> None
 @pytest.mark.usefixtures("here")
 @pytest.mark.parametrize("stage", ["predict", "validate"])
 def test_loaders_of_an_evaluation_have_a_length(trainer: Any, dataset: TensorDataset, stage: str) -> None:
-    guard, name = MemGuard(max_batch_size=20), {"predict": "predict_dataloaders", "validate": "val_dataloaders"}[stage]
+    guard, name = (
+        MemGuard(batch_size="largest", max_batch_size=20),
+        {"predict": "predict_dataloaders", "validate": "val_dataloaders"}[stage],
+    )
     kept.clear()
     module = Reading(lambda self: len(getattr(self.trainer, name)))
     getattr(trainer(guard), stage)(module, DataLoader(dataset, batch_size=4))

@@ -443,7 +443,7 @@ def fit(kind: Kind, batch_size: int, *callbacks: pl.Callback, **options: Any) ->
 
 
 def guarded(kind: Kind, **options: Any) -> tuple[Any, Collating]:
-    guard = MemGuard(budget="1GiB", max_batch_size=CHOSEN)
+    guard = MemGuard(batch_size="largest", budget="1GiB", max_batch_size=CHOSEN)
     collate = fit(kind, 4, guard, **options)
     return guard.decision, collate
 
@@ -646,7 +646,7 @@ def fit_texts(of: str, loader: Any, *callbacks: pl.Callback) -> list[str]:
 @pytest.mark.parametrize(("of", "largest"), [("attention", "8 x 512"), ("contrast", "512 x 8")])
 @pytest.mark.parametrize("made", MADE)
 def test_of_batches_of_equal_bytes_the_one_that_takes_the_most_is_predicted(made, of, largest, caplog):
-    guard, loader = MemGuard(budget="1GiB"), MADE[made](BUCKETS)
+    guard, loader = MemGuard(batch_size="largest", budget="1GiB"), MADE[made](BUCKETS)
     said = fit_texts(of, loader, guard)
     footprint = guard.decision.footprint
     assert footprint.batch == largest
@@ -661,10 +661,10 @@ def test_of_batches_of_equal_bytes_the_one_that_takes_the_most_is_predicted(made
 def test_one_that_takes_more_than_those_drawn_is_announced_once_and_no_batch_size_is_advised():
     """The batch has as many bytes as the others, in a stream of which the first 4,096 samples are drawn."""
     sizes = [(64, 64)] * 100 + [(20, 100)] + [(8, 512)] * 3
-    guard = MemGuard(budget=6 << 20, margin=0.0)
+    guard = MemGuard(batch_size="largest", budget=6 << 20, margin=0.0)
     (text,) = [text for text in fit_texts("attention", Feed(sizes), guard) if "larger than" in text]
     assert text.startswith("MemGuard: Training batch 101 has [8, 512], larger than the [64, 64] of the prediction.")
-    guard = MemGuard(budget=1 << 20, offload="never")
+    guard = MemGuard(batch_size="largest", budget=1 << 20, offload="never")
     said = " ".join(fit_texts("attention", MADE["a stream of batches"](sizes), guard))
     assert "The largest of the batches drawn (8 x 512) does NOT fit" in said
     assert "Lower the sampler's token budget or bucket width" in said

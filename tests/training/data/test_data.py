@@ -115,7 +115,7 @@ def trainer_of(*callbacks: Any, package: str = "pytorch_lightning", **settings: 
 
 def fitted(data: Any, size: int | None = None, *, package: str = "pytorch_lightning", **settings: Any) -> Any:
     """The module after a seeded fit: guarded where a size is given, else as the user's own run would be."""
-    guards = [MemGuard(min_batch_size=size, max_batch_size=size)] if size else []
+    guards = [MemGuard(batch_size="largest", min_batch_size=size, max_batch_size=size)] if size else []
     module = module_of(package)
     torch.manual_seed(7)
     trainer = trainer_of(*guards, package=package, **settings)
@@ -274,7 +274,12 @@ def test_an_epoch_set_on_the_users_own_batch_sampler_counts() -> None:
 
     sampler = Strides(100, 5)
     module = module_of()
-    fit = trainer_of(MemGuard(max_batch_size=50), Setting(sampler), max_epochs=2, reload_dataloaders_every_n_epochs=1)
+    fit = trainer_of(
+        MemGuard(batch_size="largest", max_batch_size=50),
+        Setting(sampler),
+        max_epochs=2,
+        reload_dataloaders_every_n_epochs=1,
+    )
     fit.fit(module, DataLoader(numbered(), batch_sampler=sampler))  # type: ignore[arg-type]
     assert [batch[0] for batch in module.batches] == [0, 50, 10, 60]
     assert sampler.batch_size == 5
@@ -287,12 +292,12 @@ def test_an_epoch_set_on_the_users_own_batch_sampler_counts() -> None:
 def test_loaders_keep_their_ratio(sizes: tuple[int, int], most: int, trained: list[int]) -> None:
     module = module_of()
     loaders = [DataLoader(numbered(1000), size) for size in sizes]
-    trainer_of(MemGuard(max_batch_size=most)).fit(module, loaders)
+    trainer_of(MemGuard(batch_size="largest", max_batch_size=most)).fit(module, loaders)
     assert module.shapes[0] == trained
 
 
 def test_where_one_of_several_cannot_be_resized_all_are_kept() -> None:
-    module, guard = module_of(), MemGuard()
+    module, guard = module_of(), MemGuard(batch_size="largest")
     ready = TensorDataset(torch.zeros(20, 3, 4))
     loaders = {"a": DataLoader(numbered(), 8), "b": DataLoader(ready, batch_size=None)}
     with pytest.warns(UserWarning, match="batch_size=None"):
@@ -304,11 +309,11 @@ def test_where_one_of_several_cannot_be_resized_all_are_kept() -> None:
 
 
 @pytest.mark.parametrize("run", ["validate", "test", "predict"])
-def test_an_evaluation_alone_sizes_its_loaders(run: str) -> None:
+def test_an_evaluation_alone_keeps_the_sizes_of_its_loaders(run: str) -> None:
     module = module_of()
     loaders = [DataLoader(numbered(), 8), DataLoader(numbered(60), 8)]
-    getattr(trainer_of(MemGuard(max_batch_size=30)), run)(module, loaders)
-    assert module.evaluated == [30, 30, 30, 10, 30, 30]
+    getattr(trainer_of(MemGuard(batch_size="largest")), run)(module, loaders)
+    assert module.evaluated == [*[8] * 12, 4, *[8] * 7, 4]
 
 
 # -- what cannot be sized is predicted, kept, and said
@@ -390,7 +395,7 @@ FIXED: dict[str, tuple[Any, str, list[int]]] = {
 def test_what_cannot_be_sized_is_kept_with_a_reason(kind: str) -> None:
     """Every batch of the epoch arrives: none was consumed by sampling."""
     make, reason, sizes = FIXED[kind]
-    module, guard = module_of(), MemGuard()
+    module, guard = module_of(), MemGuard(batch_size="largest")
     with pytest.warns(UserWarning, match=reason):
         trainer_of(guard).fit(module, make())
     assert [shape[0] for shape in module.shapes] == sizes
@@ -417,7 +422,7 @@ def test_a_loader_that_is_not_torchs_but_follows_its_attribute_is_sized() -> Non
 
 def ran(loader: Any, guard: MemGuard | None = None, **settings: Any) -> Any:
     module = module_of()
-    guard = guard or MemGuard()
+    guard = guard or MemGuard(batch_size="largest")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer_of(guard, **settings).fit(module, loader)
@@ -453,9 +458,12 @@ def test_a_dataset_is_the_limit_where_one_batch_holds_all_of_it() -> None:
 
 
 def test_the_sizes_of_all_loaders_are_printed_and_recorded(caplog: pytest.LogCaptureFixture) -> None:
-    _, decision = ran({"a": DataLoader(numbered(), 4), "b": DataLoader(numbered(), 8)}, MemGuard(max_batch_size=10))
+    _, decision = ran(
+        {"a": DataLoader(numbered(), 4), "b": DataLoader(numbered(), 8)},
+        MemGuard(batch_size="largest", max_batch_size=10),
+    )
     assert (decision.batch_size, decision.loader_batch_sizes) == (10, (10, 20))
-    for words in ("Predicted at batch size 10 + 20", "batch size 10 + 20 (was 4 + 8): ", "batch size 10 + 20, 1 epoch"):
+    for words in ("batch size 10 + 20 (was 4 + 8) fits: ", "batch size 10 + 20, 1 epoch"):
         assert words in caplog.text
 
 
@@ -528,19 +536,13 @@ def test_a_loader_made_again_that_cannot_be_resized_trains_as_it_is() -> None:
 
 
 def test_a_loader_that_lightning_makes_again_keeps_the_size() -> None:
-    """`overfit_batches` and predict rebuild loaders from the arguments that Lightning recorded in the hook."""
+    """`overfit_batches` rebuilds loaders from the arguments that Lightning recorded in the hook."""
 
     class Data(pl.LightningDataModule):
         def train_dataloader(self) -> Any:
             return Forgetful(numbered(), "once", batch_size=4, shuffle=True)
 
-        def predict_dataloader(self) -> Any:
-            return DataLoader(numbered(), batch_size=4, drop_last=True)
-
     assert [shape[0] for shape in fitted(Data(), 30, overfit_batches=2).shapes] == [30, 30]
-    module = module_of()
-    trainer_of(MemGuard(max_batch_size=30)).predict(module, datamodule=Data())
-    assert module.evaluated == [30, 30, 30, 10]
 
 
 def test_a_subclass_that_names_its_size_otherwise_is_left_alone_where_it_is_made_again() -> None:

@@ -6,6 +6,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
@@ -41,11 +42,53 @@ class Loss(nn.Module):
         return x.sum() / self.batch_size
 
 
-class Net(nn.Module):
+class Net(pl.LightningModule):
     def __init__(self, **attributes: Any) -> None:
         super().__init__()
         for name, value in attributes.items():
             setattr(self, name, value)
+
+
+class Drawing(Net):
+    def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+        return batch.sum() + self.sampler.draw().sum()
+
+
+class Forecaster(Net):
+    def fit(self, data: Any) -> Any:  # as of scikit-learn: called by the user, before there is a trainer
+        return self.loader(data)
+
+    def loader(self, data: Any) -> Any:
+        return torch.utils.data.DataLoader(data, batch_size=self.valid_batch_size)
+
+    def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+        return batch.sum()
+
+
+class Helped(Forecaster):
+    def validation_step(self, batch: torch.Tensor) -> torch.Tensor:
+        return average_of(self, batch)
+
+    def average(self, batch: torch.Tensor) -> torch.Tensor:
+        return batch.sum() / self.valid_batch_size
+
+
+def average_of(module: Any, batch: torch.Tensor) -> Any:
+    return module.average(batch)
+
+
+class Property(Forecaster):
+    @property
+    def share(self) -> float:
+        return 1 / self.valid_batch_size
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.log("share", self.share)
+
+
+class Averaging(pl.Callback):
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        module.loader([])
 
 
 class Configured(Net):
@@ -75,11 +118,11 @@ class ForLoader(Net):
 
 CASES: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "a sampler": (
-        lambda: Net(sampler=Sampler(64)),
+        lambda: Drawing(sampler=Sampler(64)),
         "`sampler.sample_size` is 64 as well and stays so",
     ),
-    "a sampler of another size": (lambda: Net(sampler=Sampler(32)), ""),
-    "a sampler whose size no step reads": (lambda: Net(sampler=Unread(64)), ""),
+    "a sampler of another size": (lambda: Drawing(sampler=Sampler(32)), ""),
+    "a sampler whose size no step reads": (lambda: Drawing(sampler=Unread(64)), ""),
     "a loss": (lambda: Net(loss=Loss(64)), "`loss.batch_size` is 64 as well"),
     "a configuration": (
         lambda: Configured(cfg=Namespace(data=Namespace(batch_size=64))),
@@ -89,6 +132,9 @@ CASES: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "a configuration that no step reads": (lambda: Followed(cfg={"batch_size": 64}, batch_size=64), ""),
     "the module's own": (lambda: Followed(batch_size=64), ""),
     "a width": (lambda: Net(net=nn.Linear(64, 64), hidden=64), ""),
+    "a size of a method that no hook reaches": (lambda: Forecaster(valid_batch_size=64), ""),
+    "a size behind a function that a hook calls": (lambda: Helped(valid_batch_size=64), "`valid_batch_size` is 64"),
+    "a size behind a property that a hook reads": (lambda: Property(valid_batch_size=64), "`valid_batch_size` is 64"),
     "a global": (OfGlobal, "`BATCH_SIZE` is 64"),
     "a global of the loader": (ForLoader, ""),
 }
@@ -101,8 +147,14 @@ def test_what_holds_the_batch_size_too_is_named(build: Callable[[], nn.Module], 
     assert bool(reason) is bool(expected)
 
 
+def test_a_method_that_a_callback_calls_is_reached() -> None:
+    module = Forecaster(valid_batch_size=64)
+    assert not held_elsewhere(module, 64, [pl.Callback()])
+    assert "Forecaster.loader" in held_elsewhere(module, 64, [Averaging()])
+
+
 def test_a_run_keeps_its_size_and_says_why(trainer: Any, small: Any, dataset: Any) -> None:
-    guard, module = MemGuard(budget="1GiB"), small()
+    guard, module = MemGuard(batch_size="largest", budget="1GiB"), small()
     module.loss_of = Loss(10)
     trainer(guard).fit(module, torch.utils.data.DataLoader(dataset, batch_size=10))
     assert guard.decision.outcome == "kept"

@@ -43,7 +43,7 @@ class Validated(pl.LightningModule):
 def decided(
     trainer: Any, dataset: TensorDataset, size: int, validation: DataLoader[Any] | None, **loader: Any
 ) -> Decision:
-    guard = MemGuard(margin=0.0)
+    guard = MemGuard(batch_size="largest", margin=0.0)
     run = trainer(
         guard, max_steps=1, max_epochs=2, num_sanity_val_steps=0, limit_val_batches=0 if validation is None else 1
     )
@@ -142,7 +142,7 @@ def test_forked_workers_keep_what_training_rewrites(
     monkeypatch.setattr(
         module, "configure_optimizers", lambda: torch.optim.Adam(module.parameters(), 0.1, foreach=False)
     )
-    guard = MemGuard(max_batch_size=8)
+    guard = MemGuard(batch_size="largest", max_batch_size=8)
     run = trainer(guard, max_epochs=epochs, num_sanity_val_steps=0, limit_train_batches=2)
     run.fit(module, DataLoader(pages(64), 8, num_workers=1, persistent_workers=persists))
     assert guard.decision is not None
@@ -180,7 +180,7 @@ def test_no_worker_dies_where_docker_gives_little(tmp_path: Path) -> None:
 
 def train_where_docker_gives_little(folder: Path) -> None:
     os.chdir(folder)
-    guard = MemGuard(min_steps_per_epoch=None)
+    guard = MemGuard(batch_size="largest", min_steps_per_epoch=None)
     shown = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
     trainer = pl.Trainer(accelerator="cpu", max_epochs=1, callbacks=[guard], **shown)
     trainer.fit(Mean(), DataLoader(Images(), 2, num_workers=2))

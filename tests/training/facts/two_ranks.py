@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memguard import MemGuard
+from lightning_memguard.core.range import NOTHING
 from lightning_memguard.training.run import profile, tune
 from lightning_memguard.units import KIB
 from tests.forks import run_all
@@ -94,26 +95,26 @@ def failing_on_rank_one() -> Any:
 
 def one_fails() -> dict[str, Any]:
     with failing_on_rank_one():
-        return fit(MemGuard())
+        return fit(MemGuard(batch_size="largest"))
 
 
 def resume(folder: Path) -> dict[str, Any]:
     """Train at a size that one budget gives, and go on under another."""
     path = str(folder / "resume.ckpt")
-    first = fit(MemGuard(budget=200 * KIB), save=path)
-    again = fit(MemGuard(budget=800 * KIB), ckpt_path=path, max_epochs=2)
+    first = fit(MemGuard(batch_size="largest", budget=200 * KIB), save=path)
+    again = fit(MemGuard(batch_size="largest", budget=800 * KIB), ckpt_path=path, max_epochs=2)
     return {"first": first, "again": again}
 
 
 def scenarios(folder: Path) -> dict[str, Callable[[], dict[str, Any]]]:
     return {
-        "budgets": lambda: fit(MemGuard(budget=(100 if RANK == 0 else 200) * KIB)),
-        "swapped": lambda: fit(MemGuard(budget=(200 if RANK == 0 else 100) * KIB)),
+        "budgets": lambda: fit(MemGuard(batch_size="largest", budget=(100 if RANK == 0 else 200) * KIB)),
+        "swapped": lambda: fit(MemGuard(batch_size="largest", budget=(200 if RANK == 0 else 100) * KIB)),
         "one fails": one_fails,
-        "one too small": lambda: fit(MemGuard(budget=(800 if RANK == 0 else 1) * KIB)),
+        "one too small": lambda: fit(MemGuard(batch_size="largest", budget=(800 if RANK == 0 else 1) * KIB)),
         "effective": lambda: fit(MemGuard(budget=100 * KIB, keep_effective_batch_size=256)),
         "divided": lambda: fit(MemGuard(budget=(800 if RANK == 0 else 100) * KIB), size=200),
-        "shared": lambda: fit(MemGuard(max_batch_size=8)),
+        "shared": lambda: fit(MemGuard(batch_size="largest", max_batch_size=8)),
         "check": lambda: fit(MemGuard(mode="check", budget=1 * KIB)),
         "resume": lambda: resume(folder),
     }
@@ -130,4 +131,4 @@ def main(rank: int, folder: Path) -> None:
 
 def count_tensors_alone() -> None:
     """Count no other memory of a process, which would be most of these budgets."""
-    profile.process_bytes = lambda *_: 0  # type: ignore[assignment]
+    profile.process_bytes = lambda *_: NOTHING  # type: ignore[assignment]

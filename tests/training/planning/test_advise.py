@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_memguard import DoesNotFitError, MemGuard
 from lightning_memguard.core import gpus
 from lightning_memguard.core.batch.batches import batches_from_one
+from lightning_memguard.core.capture.curve import Curve, Terms
 from lightning_memguard.core.capture.predict import Prediction, predict
 from lightning_memguard.core.capture.program import LoopProgram
 from lightning_memguard.core.decision.advice import Advice, in_order, text
@@ -141,6 +142,7 @@ def test_all_advice_saves_something_and_what_fits_comes_first(stacked: AdviceRep
 def test_remedies_are_tried_from_what_changes_the_training_least(device: str, mixed: int, eight_bit: bool) -> None:
     order = ["fused optimizer", "per-parameter optimizer", "activation checkpointing of blocks", "accumulation over"]
     order.insert(mixed, "bf16-mixed")
+    order.insert(0, "activations on ")
     order += ["8-bit optimizer states"] * eight_bit + ["Adafactor", "bf16-true", "SGD", "freezing all but head"]
     names = [family[0].name for family in remedies_module.families_for(known(program_of(frozen(), device)), SIZE)]
     assert all(name.startswith(expected) for name, expected in zip(names, order, strict=True)), names
@@ -287,7 +289,7 @@ def test_a_remedy_with_which_less_is_known_is_left_out_in_plain_words() -> None:
             return super().training_step(batch, batch_idx)
 
     program = program_of(Particular())
-    assert known(program).method == "real"
+    assert known(program).curve.method == "real"
     assert tried(program, only="bf16-true").left_out == (("bf16-true", "with it, the step does not run on a copy"),)
 
 
@@ -499,7 +501,7 @@ def fragmenting(size: int = 8) -> Trace:
 
 def test_a_setting_of_the_allocator_is_a_remedy_that_costs_nothing() -> None:
     def advised(settings: AllocatorSettings, budget: int) -> list[Advice]:
-        known = Prediction(mock.Mock(), settings, "fake", None, scalable=False, traces={8: fragmenting()})
+        known = Curve(Terms(settings), "fake", captured={8: (fragmenting(),)}, scalable=False)
         usable = Budget(budget, budget, 0, "given")
         return advise_module._settings_that_save(known, 8, usable)
 
@@ -522,7 +524,7 @@ def growing(size: int) -> Trace:
 
 def test_a_setting_of_the_allocator_is_named_with_the_batch_sizes_that_fit() -> None:
     growth = grow([growing(4), growing(8)])
-    known = Prediction(mock.Mock(), AllocatorSettings(), "fake", growth)
+    known = Curve(Terms(AllocatorSettings()), "fake", growth)
     request, budget = Request(4, max_batch_size=64), Budget(300 * MIB, 300 * MIB, 0, "given")
     (advice,) = advise_module._settings_that_save(known, 8, budget, request)
     assert advice.batch_sizes == (30, 18)
@@ -537,10 +539,10 @@ def test_a_setting_of_the_allocator_is_named_with_the_batch_sizes_that_fit() -> 
 
 
 def test_a_setting_that_saves_much_is_noted_where_the_size_is_chosen() -> None:
-    known = Prediction(mock.Mock(), AllocatorSettings(), "fake", None, scalable=False, traces={8: fragmenting()})
+    known = Curve(Terms(AllocatorSettings()), "fake", captured={8: (fragmenting(),)}, scalable=False)
     (note,) = choose_module._with_setting_note(known.footprint_at(8), known).notes
     words = "the same step needs 120.0 MiB instead of 220.0 MiB"
     assert note == f"with PYTORCH_ALLOC_CONF=expandable_segments:True in the environment, {words}"
     grown = Trace(8, "cuda", "fake", (Event("alloc", 0, 100 * MIB),))
-    known = Prediction(mock.Mock(), AllocatorSettings(), "fake", None, scalable=False, traces={8: grown})
+    known = Curve(Terms(AllocatorSettings()), "fake", captured={8: (grown,)}, scalable=False)
     assert choose_module._with_setting_note(known.footprint_at(8), known).notes == ()

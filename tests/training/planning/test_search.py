@@ -7,10 +7,11 @@ from typing import Any, cast
 import pytest
 import torch
 
+from lightning_memguard.core.capture.curve import Curve, Terms
 from lightning_memguard.core.capture.predict import Prediction, StepFailsError
 from lightning_memguard.core.decision.decision import Budget, Decision, Limits, Request
 from lightning_memguard.core.replay.footprint import Footprint
-from lightning_memguard.report.decision_table import why
+from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.training.planning.plan import plan_on
 from lightning_memguard.training.planning.search import largest_that_runs
 from lightning_memguard.training.planning.subject import subject_of
@@ -22,7 +23,7 @@ BUDGET = Budget(100, 100, 0, "given", "CPU")
 class Steps:
     """Stands for a prediction: a byte for each sample, and a step that runs at multiples of some number."""
 
-    compiles = False
+    curve = Curve(Terms(AllocatorSettings(kind="exact")), "real")
 
     def __init__(self, runs_at: int = 1) -> None:
         self.runs_at = runs_at
@@ -45,8 +46,9 @@ def largest(steps: Steps, **settings: Any) -> Decision:
 def test_a_size_passed_over_for_its_last_batch_is_not_called_the_largest_that_fits() -> None:
     decision = largest(Steps(), refused_by=lambda size: "last_batch" if size > 97 else None)
     assert (decision.batch_size, decision.limited_by) == (97, "last_batch")
-    assert why(decision) == (
-        "Batch size 97 (was 8): a larger one leaves a last batch of a single sample, which batch norm refuses."
+    assert decision.reason == (
+        "batch size 97 (was 8) fits: 97 of 100 B; a larger one leaves a last batch of a single sample, which batch "
+        "norm refuses."
     )
     assert largest(Steps()).limited_by == "memory"
 
@@ -79,5 +81,5 @@ def test_a_plan_says_of_a_size_that_only_runs_by_emptying_the_cache_how_often_it
     most = whole.footprint.most_device_bytes
     short, too_short = (plan_on(subject, "T4", Limits(0.0, most - mib * MIB)).asked for mib in (30, 80))
     assert (short.fits, too_short.fits) == (False, False)
-    assert why(short).endswith("it runs, but empties the cache each step.")
+    assert short.reason.endswith("it runs, but empties the cache each step.")
     assert too_short.retries is None

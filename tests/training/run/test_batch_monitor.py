@@ -60,7 +60,7 @@ class Growing(IterableDataset[torch.Tensor]):
 
 
 def warnings_of(trainer: Any, data: Any, **settings: Any) -> list[str]:
-    guard = MemGuard(**{"max_batch_size": 100, **settings})
+    guard = MemGuard(**{"batch_size": "largest", "max_batch_size": 100, **settings})
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer(guard).fit(Tokens(), DataLoader(data, batch_size=100, collate_fn=pad))
@@ -92,7 +92,7 @@ def test_batches_within_the_prediction_are_passed_over(trainer: Any) -> None:
 
 
 def test_a_smaller_last_batch_is_not_announced(trainer: Any, dataset: TensorDataset, small: Any) -> None:
-    guard = MemGuard(max_batch_size=30)
+    guard = MemGuard(batch_size="largest", max_batch_size=30)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         warnings.filterwarnings("ignore", message=".*(does not have many workers|val_dataloader).*")
@@ -109,7 +109,7 @@ def fails(trainer: Any, error: Any, data: Any = None, at: int = 2, **settings: A
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with pytest.raises((RuntimeError, MemoryError, ValueError)) as caught:
-            trainer(MemGuard(**{"max_batch_size": 100, **settings})).fit(module, loader)
+            trainer(MemGuard(**{"batch_size": "largest", "max_batch_size": 100, **settings})).fit(module, loader)
     return caught.value
 
 
@@ -180,7 +180,7 @@ def test_where_the_run_was_not_tuned_the_note_says_that_there_was_no_prediction(
     module.training_step = step.__get__(module)
     once = iter([(torch.zeros(4, 16), torch.zeros(4, dtype=torch.long))] * 4)
     with pytest.warns(UserWarning, match="MemGuard"), pytest.raises(torch.OutOfMemoryError) as caught:
-        trainer(MemGuard()).fit(module, once)
+        trainer(MemGuard(batch_size="largest")).fit(module, once)
     assert caught.value.__notes__[0].startswith("MemGuard made no prediction: ")
 
 

@@ -14,7 +14,6 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memguard import Decision, MemGuard, MemGuardError
-from lightning_memguard.report.decision_table import why
 
 pytestmark = pytest.mark.usefixtures("here")
 
@@ -113,10 +112,10 @@ def test_what_is_said(fit: Fit) -> None:
     fit(guard, kind="batch norm")
     size, pieces = decided(guard).batch_size, decided(guard).pieces
     words = f"gradients of {pieces} batches make a step, 600 samples as before"
-    assert why(decided(guard)) == f"Batch size {size} (was 600, which does not fit): {words}."
+    assert decided(guard).reason == f"batch size {size} (was 600, which does not fit): {words}."
     assert f"batch norm sees {size} samples at a time instead of 600" in decided(guard).notes
     fit(guard, size=601)
-    assert why(decided(guard)).endswith("samples instead of 601.")
+    assert decided(guard).reason.endswith("samples instead of 601.")
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from lightning_memguard.core.decision.decision import Decision, Limits
 from lightning_memguard.core.decision.record import Measured
 from lightning_memguard.core.device.measurements import Setting, Store, default_path
 from lightning_memguard.core.device.meter import PeakMeter
+from lightning_memguard.core.range import NOTHING
 from lightning_memguard.report.decision_table import setup_text
 from lightning_memguard.report.page import page
 from lightning_memguard.report.page_data import Report
@@ -67,7 +68,7 @@ class Gpu:
     def fit(self, mode: Any = "tune", net: Any = None, size: int = 64, **settings: Any) -> Decision:
         trainer = {name: settings.pop(name) for name in ("max_epochs", "max_steps", "precision") if name in settings}
         samples = settings.pop("samples", 3 * size)
-        self.guard = MemGuard(mode, **{"budget": BUDGET, **settings})
+        self.guard = MemGuard(mode, **{"batch_size": "largest", "budget": BUDGET, **settings})
         data = TensorDataset(torch.randn(samples, 128), torch.zeros(samples, dtype=torch.long))
         data = (
             data
@@ -242,7 +243,7 @@ def _fit_often(number: int, folder: Path) -> None:
     torch.set_num_threads(1)
     made = Gpu(share=1.0 + number / 100)
     earlier_runs.setting_of = lambda device: H200  # type: ignore[assignment]
-    profile.process_bytes = lambda *_: 0  # type: ignore[assignment]
+    profile.process_bytes = lambda *_: NOTHING  # type: ignore[assignment]
     PeakMeter.read = made.measured  # type: ignore[method-assign]
     record._OBJECTS_BYTES = 0
     for size in (8, 16):
@@ -266,4 +267,4 @@ def test_a_plan_of_the_same_step_has_its_signature(gpu: Gpu) -> None:
     gpu.fit("check")
     batch = torch.randn(32, 128), torch.zeros(32, dtype=torch.long)
     plan = plan_on(subject_of(Net(), batch), "cpu", Limits(max_batch_size=64))
-    assert {each.step for each in stored()} == {plan.prediction.signature}
+    assert {each.step for each in stored()} == {plan.prediction.curve.signature}

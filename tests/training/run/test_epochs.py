@@ -10,13 +10,20 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_memguard import Decision, MemGuard, MemGuardError
-from lightning_memguard.report.decision_table import why
+from lightning_memguard.units import share_of
 
 pytestmark = pytest.mark.usefixtures("here")
 
 
 def data(samples: int) -> TensorDataset:
     return TensorDataset(torch.randn(samples, 16), torch.randint(0, 4, (samples,)))
+
+
+def sizes_in(decision: Decision) -> str:
+    """The memory of a decision's sentence."""
+    assert decision.footprint is not None
+    assert decision.budget is not None
+    return share_of(decision.footprint.most_device_bytes, decision.budget.usable_bytes)
 
 
 class Endless(IterableDataset[Any]):
@@ -28,7 +35,7 @@ class Endless(IterableDataset[Any]):
 @pytest.fixture
 def decided(trainer: Any, small: Any) -> Any:
     def run(loader: Any, settings: dict[str, Any] | None = None, **guard: Any) -> Decision:
-        made = MemGuard(**{"min_steps_per_epoch": 50, **guard})
+        made = MemGuard(**{"batch_size": "largest", "min_steps_per_epoch": 50, **guard})
         trainer(made, **(settings or {})).fit(small(), loader)
         assert made.decision is not None
         return made.decision
@@ -77,13 +84,16 @@ def test_memory_comes_first_and_a_size_that_does_not_fit_is_cut_all_the_same(dec
 def test_the_words_name_the_limit_and_what_lifts_it(decided: Any) -> None:
     found = decided(DataLoader(data(1000), 4))
     words = "an epoch has 50 optimizer steps instead of 250 (min_steps_per_epoch allows no fewer; "
-    assert why(found) == f"Batch size 20 (was 4): {words}max_batch_size=4 keeps all)."
+    assert found.reason == f"batch size 20 (was 4) fits: {sizes_in(found)}; {words}max_batch_size=4 keeps all)."
     found = decided(DataLoader(data(40), 4))
     words = "larger batches leave an epoch fewer than its 10 optimizer steps (min_steps_per_epoch=None allows it)"
-    assert why(found) == f"Batch size 4, as requested: {words}."
+    assert found.reason == f"batch size 4 fits: {sizes_in(found)}; {words}."
     found = decided(DataLoader(data(1000), 4), min_steps_per_epoch=None, max_batch_size=100)
     words = "an epoch has 10 optimizer steps instead of 250 (max_batch_size=4 keeps all)"
-    assert why(found) == f"Batch size 100 (was 4): limited by max_batch_size, not by memory; {words}."
+    assert (
+        found.reason
+        == f"batch size 100 (was 4) fits: {sizes_in(found)}; limited by max_batch_size, not by memory; {words}."
+    )
 
 
 class Stream(IterableDataset[Any]):
@@ -118,7 +128,7 @@ def test_streams_keep_steps_too(decided: Any, count: int, expected: int, words: 
     """All of 4,096 samples are drawn and counted."""
     found = decided(DataLoader(Stream(count), 16))
     assert (found.batch_size, found.limited_by) == (expected, "min_steps_per_epoch")
-    assert words in why(found)
+    assert words in found.reason
     assert decided(DataLoader(Stream(count), 16), min_steps_per_epoch=None, max_batch_size=400).batch_size == 400
 
 
@@ -164,14 +174,14 @@ def test_shares_of_an_epoch_see_no_more_samples_at_any_size(decided: Any, share:
 def test_a_stream_without_an_end_keeps_its_samples(decided: Any) -> None:
     found = decided(DataLoader(Endless(), 16), {"limit_train_batches": 10}, max_batch_size=500)
     assert (found.batch_size, found.limited_by, found.steps_per_epoch) == (16, "limit_train_batches", 10)
-    assert "with larger batches, an epoch would have more samples" in why(found)
+    assert "with larger batches, an epoch would have more samples" in found.reason
 
 
 def test_a_run_goes_on_at_the_size_of_its_checkpoint(trainer: Any, small: Any, tmp_path: Any) -> None:
-    first = trainer(MemGuard(), max_epochs=1)
+    first = trainer(MemGuard(batch_size="largest"), max_epochs=1)
     first.fit(small(), DataLoader(data(100), 4))
     first.save_checkpoint(tmp_path / "last.ckpt")
-    guard = MemGuard(min_steps_per_epoch=50)
+    guard = MemGuard(batch_size="largest", min_steps_per_epoch=50)
     trainer(guard, max_epochs=2).fit(small(), DataLoader(data(100), 4), ckpt_path=tmp_path / "last.ckpt")
     assert guard.decision is not None
     assert (guard.decision.batch_size, guard.decision.limited_by) == (100, "checkpoint")
@@ -180,4 +190,4 @@ def test_a_run_goes_on_at_the_size_of_its_checkpoint(trainer: Any, small: Any, t
 @pytest.mark.parametrize("wrong", [0, -1, 1.5, "50"])
 def test_a_number_of_steps_is_a_count(wrong: Any) -> None:
     with pytest.raises(MemGuardError, match=r"min_steps_per_epoch=.* is not a count"):
-        MemGuard(min_steps_per_epoch=wrong)
+        MemGuard(batch_size="largest", min_steps_per_epoch=wrong)

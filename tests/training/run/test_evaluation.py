@@ -318,7 +318,7 @@ class Noting(pl.LightningModule):
 
 def test_validation_stays_at_its_own_size(trainer: Any) -> None:
     """Though the module's `batch_size`, which its validation loader reads, is that of training meanwhile."""
-    module, guard = Noting(batch_size=5), MemGuard(max_batch_size=50)
+    module, guard = Noting(batch_size=5), MemGuard(batch_size="largest", max_batch_size=50)
     trainer(guard, num_sanity_val_steps=0).fit(module)
     assert module.batch_size == 5, "put back"
     assert module.trained == [50, 50]
@@ -328,7 +328,7 @@ def test_validation_stays_at_its_own_size(trainer: Any) -> None:
 
 
 def test_a_validation_batch_that_does_not_fit_is_made_smaller(trainer: Any, many: TensorDataset) -> None:
-    module, guard = Noting(), MemGuard(budget=2 * MIB, margin=0.0)
+    module, guard = Noting(), MemGuard(batch_size="largest", budget=2 * MIB, margin=0.0)
     trainer(guard, num_sanity_val_steps=0).fit(
         module, DataLoader(many, batch_size=8), DataLoader(many, batch_size=2048)
     )
@@ -399,12 +399,12 @@ def datamodule_of(package: Any, dataset: Any) -> Any:
 
 @pytest.mark.parametrize(("package", "data"), [("lightning.pytorch", "datamodule"), ("pytorch_lightning", "loader")])
 @pytest.mark.parametrize("stage", ["validate", "test", "predict"])
-def test_what_is_evaluated_alone_is_tuned(package: str, stage: str, data: str) -> None:
-    """Every sample is seen once; predictions come in the order of the data."""
+def test_what_is_evaluated_alone_keeps_its_batches(package: str, stage: str, data: str) -> None:
+    """Also where training would be asked to grow: predictions pair with the batches of the data."""
     theirs = importlib.import_module(package)
     x = torch.arange(100.0)[:, None].expand(100, 16).contiguous()
     dataset = TensorDataset(x, torch.zeros(100, dtype=torch.long))
-    module, guard = module_of(theirs), MemGuard(max_batch_size=30)
+    module, guard = module_of(theirs), MemGuard(batch_size="largest")
     trainer = theirs.Trainer(
         accelerator="cpu", logger=False, callbacks=[guard], enable_progress_bar=False, enable_model_summary=False
     )
@@ -412,10 +412,10 @@ def test_what_is_evaluated_alone_is_tuned(package: str, stage: str, data: str) -
     if data == "loader":
         given = {"dataloaders": DataLoader(dataset, batch_size=4)}
     result = getattr(trainer, stage)(module, **given)
-    assert module.sizes == [30, 30, 30, 10]
+    assert module.sizes == [4] * 25
     decision: Decision | None = guard.decision
     assert decision is not None
-    assert (decision.requested_batch_size, decision.batch_size, decision.outcome) == (4, 30, "tuned")
+    assert (decision.requested_batch_size, decision.batch_size, decision.outcome) == (4, 4, "kept")
     assert (list(guard.evaluations), guard.records) == ([stage], [])
     if stage == "predict":
         assert torch.cat(result).tolist() == list(range(100))
@@ -424,12 +424,12 @@ def test_what_is_evaluated_alone_is_tuned(package: str, stage: str, data: str) -
 
 
 def test_two_runs_of_one_trainer_are_tuned_each_for_itself(trainer: Any, many: TensorDataset) -> None:
-    module, guard = Noting(), MemGuard(budget=4 * MIB, margin=0.0, max_batch_size=2048)
+    module, guard = Noting(), MemGuard(budget=3 * MIB, margin=0.0)
     run = trainer(guard)
-    run.fit(module, DataLoader(many, batch_size=8))
+    run.fit(module, DataLoader(many, batch_size=2048))
     first = guard.decision
     module.validated.clear()
-    run.validate(module, DataLoader(many, batch_size=8), verbose=False)
+    run.validate(module, DataLoader(many, batch_size=2048), verbose=False)
     second = guard.decision
     assert first is not None
     assert second is not None

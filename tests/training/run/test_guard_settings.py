@@ -42,7 +42,7 @@ class Counted(pl.LightningModule):
 
 def tuned_to_twenty(trainer: Any, dataset: TensorDataset, *, size: int = 20, **settings: Any) -> Counted:
     """Trained from loaders of 4 with a guard that is to choose 20, or ``size``; validated at 10."""
-    module, guard = Counted(), MemGuard(max_batch_size=20)
+    module, guard = Counted(), MemGuard(batch_size="largest", max_batch_size=20)
     trainer(guard, **settings).fit(module, DataLoader(dataset, batch_size=4), DataLoader(dataset, batch_size=10))
     assert guard.decision is not None
     assert guard.decision.batch_size == size
@@ -195,10 +195,10 @@ def test_validation_runs_as_often_as_it_is_told(
 @pytest.mark.parametrize("limit", [0, 2, 0.5], ids=str)
 @pytest.mark.parametrize("stage", ["test", "predict"])
 def test_limits_of_what_is_evaluated_alone(trainer: Any, dataset: TensorDataset, stage: str, limit: float) -> None:
-    module, guard = Counted(), MemGuard(max_batch_size=10)
+    module, guard = Counted(), MemGuard(batch_size="largest", max_batch_size=10)
     run = trainer(guard, **{f"limit_{stage}_batches": limit})
     getattr(run, stage)(module, DataLoader(dataset, batch_size=4))
-    assert module.evaluated == {0: [], 2: [4] * 2, 0.5: [8] * 6}[limit]  # half of 25 batches of 4 are 48 samples
+    assert module.evaluated == {0: [], 2: [4] * 2, 0.5: [4] * 12}[limit]
 
 
 @pytest.mark.parametrize("profiler", ["simple", "advanced", "pytorch"])
@@ -236,7 +236,7 @@ def test_a_one_cycle_schedule_ends_with_the_training(trainer: Any, dataset: Tens
             schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=int(self.planned))
             return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
-    module, guard = OneCycle(), MemGuard(max_batch_size=20)
+    module, guard = OneCycle(), MemGuard(batch_size="largest", max_batch_size=20)
     run = trainer(guard, max_epochs=3, accumulate_grad_batches=accumulate)
     run.fit(module, DataLoader(dataset, batch_size=4))
     assert module.planned == run.global_step == {1: 15, 2: 9}[accumulate]

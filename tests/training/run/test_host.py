@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_memguard import MemGuard, MemGuardError
 from lightning_memguard.core.decision.decision import Budget
 from lightning_memguard.core.device.host import MemoryInfo
-from lightning_memguard.report.decision_table import setup_text, why
+from lightning_memguard.report.decision_table import setup_text
 from lightning_memguard.training.data import workers
 from lightning_memguard.training.run import profile
 from lightning_memguard.units import GIB, MIB
@@ -67,7 +67,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_what_workers_prepare_must_fit_the_host(host: Any) -> None:
     """One worker: three batches in shared memory, at most four more and 32 MiB of its own, old weights (2 MiB)."""
     host(34 * MIB + 7 * 20 * MIB // 4 + MIB // 2)
-    guard = fitted(MemGuard(min_steps_per_epoch=None, budget="1GiB"), num_workers=1)
+    guard = fitted(MemGuard(batch_size="largest", min_steps_per_epoch=None, budget="1GiB"), num_workers=1)
     decision = guard.decision
     assert decision is not None
     assert (decision.batch_size, decision.limited_by) == (20, "host_memory")
@@ -76,7 +76,7 @@ def test_what_workers_prepare_must_fit_the_host(host: Any) -> None:
     assert decision.footprint is not None
     assert "prefetched" not in decision.footprint.parts
     assert "At most on the host, which has 69.5 MiB free" in setup_text(decision)
-    assert "do not fit the host (69.5 MiB free): prefetch_factor=1 needs 5.0 MiB less" in why(decision)
+    assert "do not fit the host (69.5 MiB free): prefetch_factor=1 needs 5.0 MiB less" in decision.reason
     metrics = guard.records[0].as_metrics()
     assert metrics["memguard/host_predicted_gib"] == sum(decision.host.parts.values()) / GIB
     # A worker has its own copies of pages of the tests' process, which is larger the more tests it has run.
@@ -105,7 +105,11 @@ def test_one_rank_of_a_host_saves_for_all(host: Any, tmp_path: Path, monkeypatch
 def test_a_host_that_is_too_small_is_a_warning_and_no_refusal(host: Any, tmp_path: Path) -> None:
     host(MIB)
     with pytest.warns(UserWarning, match=r"does NOT fit the host.*checkpoint .* usable there.*save_weights_only=True"):
-        guard = fitted(MemGuard(min_steps_per_epoch=None, budget="1GiB"), ModelCheckpoint(tmp_path), num_workers=1)
+        guard = fitted(
+            MemGuard(batch_size="largest", min_steps_per_epoch=None, budget="1GiB"),
+            ModelCheckpoint(tmp_path),
+            num_workers=1,
+        )
     assert guard.decision is not None
     assert (guard.decision.batch_size, guard.decision.fits) == (2, False)
 
@@ -116,7 +120,7 @@ def test_on_the_cpu_one_budget_holds_all(tmp_path: Path) -> None:
 
 
 def measure_with_a_worker(*_: object) -> None:
-    guard = MemGuard(min_steps_per_epoch=None, budget="4GiB", host_budget="200MiB", margin=0)
+    guard = MemGuard(batch_size="largest", min_steps_per_epoch=None, budget="4GiB", host_budget="200MiB", margin=0)
     decision = fitted(guard, num_workers=1, multiprocessing_context="fork").decision
     assert decision is not None
     assert decision.budget is not None
@@ -147,4 +151,4 @@ def test_each_rank_of_a_host_has_its_share(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_host_budget_in_kilobytes_is_a_mistake() -> None:
     with pytest.raises(MemGuardError, match="host_budget=64 is 64 bytes"):
-        MemGuard(host_budget=64)
+        MemGuard(batch_size="largest", host_budget=64)

@@ -59,7 +59,7 @@ def takes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_what_a_process_takes_besides_tensors_is_part_of_what_is_compared_with_a_budget(small) -> None:
-    guard = MemGuard(budget=40 * MIB, margin=0.0)
+    guard = MemGuard(batch_size="largest", budget=40 * MIB, margin=0.0)
     fit(small(_WIDTH), guard)
     decision = guard.decision
     assert decision is not None
@@ -72,7 +72,7 @@ def test_what_a_process_takes_besides_tensors_is_part_of_what_is_compared_with_a
 
 
 def test_a_run_that_passes_its_budget_warns_after_two_batches_with_the_size_that_would_not_have(small, takes) -> None:
-    guard, at, said = MemGuard(budget=40 * MIB), At(), []
+    guard, at, said = MemGuard(batch_size="largest", budget=40 * MIB), At(), []
     takes[0] = 50 * MIB
 
     class Listener(pl.Callback):
@@ -94,22 +94,22 @@ def test_a_run_that_passes_its_budget_warns_after_two_batches_with_the_size_that
 
 def test_an_epoch_of_two_batches_warns_when_it_ends(small, takes) -> None:
     takes[0] = 50 * MIB
-    (text,) = fit(small(_WIDTH), MemGuard(budget=40 * MIB), batches=2)
+    (text,) = fit(small(_WIDTH), MemGuard(batch_size="largest", budget=40 * MIB), batches=2)
     assert "10.0 MiB over its budget" in text
 
 
 def test_a_run_within_its_budget_says_nothing(small, takes) -> None:
     takes[0] = 40 * MIB
-    assert not fit(small(_WIDTH), MemGuard(budget=40 * MIB))
+    assert not fit(small(_WIDTH), MemGuard(batch_size="largest", budget=40 * MIB))
 
 
 def test_a_run_whose_tensors_alone_fit_is_not_refused(small) -> None:
-    guard = MemGuard(budget=3 * MIB)
+    guard = MemGuard(batch_size="largest", budget=3 * MIB)
     fit(small(), guard)
     assert guard.decision.fits
     assert guard.decision.footprint.high is None
     assert guard.decision.batch_size == 1
-    guard = MemGuard(budget=6 * MIB)
+    guard = MemGuard(batch_size="largest", budget=6 * MIB)
     fit(small(), guard)
     decision = guard.decision
     assert (decision.batch_size, decision.limited_by) == (1, "memory"), "a larger one would leave it no room"

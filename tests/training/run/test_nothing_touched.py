@@ -226,7 +226,7 @@ def test_what_a_step_does_beside_its_loss_is_done_once_a_batch(
 
 
 def test_a_tuned_run_is_the_run_with_that_size() -> None:
-    guard = MemGuard(max_batch_size=40, multiple_of=8)
+    guard = MemGuard(batch_size="largest", max_batch_size=40, multiple_of=8)
     tuned = train(pytorch_lightning, 16, [guard])
     assert guard.decision is not None
     assert (guard.decision.batch_size, guard.decision.limited_by) == (40, "max_batch_size")
@@ -262,8 +262,8 @@ def test_warnings_that_lightning_gives_once_are_not_used_up(mode: Any) -> None:
     importlib.import_module(f"{pl.__name__}.loops.optimization.automatic").Closure.warning_cache.clear()
     data = DataLoader([{"x": torch.ones(4), "more": torch.ones(3, 4)} for _ in range(8)], 4, collate_fn=_ambiguous)
     trainer = pl.Trainer(
-        accelerator="cpu", max_epochs=1, callbacks=[MemGuard(mode)], logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False,
+        accelerator="cpu", max_epochs=1, callbacks=[MemGuard(mode, batch_size="largest")], logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")

@@ -63,7 +63,7 @@ def fit(trainer: Any, guard: MemGuard | None, *, ckpt_path: Any = None, size: in
 
 
 def test_the_size_is_in_the_checkpoint_and_loads_without_any_code(trainer: Any, tmp_path: Path) -> None:
-    guard = MemGuard(budget=SMALL)
+    guard = MemGuard(batch_size="largest", budget=SMALL)
     run, _ = fit(trainer, guard)
     run.save_checkpoint(tmp_path / "a.ckpt")
     saved = torch.load(tmp_path / "a.ckpt", weights_only=True)[resume.KEY]
@@ -76,7 +76,7 @@ def test_a_resume_within_an_epoch_goes_on_as_a_run_of_that_size_by_hand_does(
     trainer: Any, tmp_path: Path, steps: int
 ) -> None:
     """Steps, epochs, weights and optimizer state are those of the same interruption without a guard, bit for bit."""
-    guard = MemGuard(budget=SMALL)
+    guard = MemGuard(batch_size="largest", budget=SMALL)
     run, _ = fit(trainer, guard, max_steps=steps)
     assert guard.decision is not None
     size = guard.decision.batch_size
@@ -85,7 +85,7 @@ def test_a_resume_within_an_epoch_goes_on_as_a_run_of_that_size_by_hand_does(
     plain, _ = fit(trainer, None, max_steps=steps, size=size)
     plain.save_checkpoint(tmp_path / "plain.ckpt")
 
-    again = MemGuard(budget=LARGE)
+    again = MemGuard(batch_size="largest", budget=LARGE)
     resumed, module = fit(trainer, again, ckpt_path=tmp_path / "guarded.ckpt", max_epochs=4)
     by_hand, theirs = fit(trainer, None, ckpt_path=tmp_path / "plain.ckpt", max_epochs=4, size=size)
     assert again.decision is not None
@@ -99,11 +99,11 @@ def test_a_resume_within_an_epoch_goes_on_as_a_run_of_that_size_by_hand_does(
 
 
 def test_a_size_that_no_longer_fits_is_changed_and_said_out_loud(trainer: Any, tmp_path: Path) -> None:
-    large = MemGuard(budget=LARGE)
+    large = MemGuard(batch_size="largest", budget=LARGE)
     run, _ = fit(trainer, large)
     run.save_checkpoint(tmp_path / "a.ckpt")
     assert large.decision is not None
-    small = MemGuard(budget=SMALL)
+    small = MemGuard(batch_size="largest", budget=SMALL)
     with pytest.warns(UserWarning, match=rf"trained at batch size {large.decision.batch_size}; that needs .* offers"):
         resumed, module = fit(trainer, small, ckpt_path=tmp_path / "a.ckpt", max_epochs=3)
     assert small.decision is not None
@@ -114,25 +114,52 @@ def test_a_size_that_no_longer_fits_is_changed_and_said_out_loud(trainer: Any, t
 
 
 def test_a_limit_given_by_hand_outweighs_the_checkpoint(trainer: Any, tmp_path: Path) -> None:
-    run, _ = fit(trainer, MemGuard(budget=SMALL))
+    run, _ = fit(trainer, MemGuard(batch_size="largest", budget=SMALL))
     run.save_checkpoint(tmp_path / "a.ckpt")
-    guard = MemGuard(budget=SMALL, max_batch_size=8)
+    guard = MemGuard(batch_size="largest", budget=SMALL, max_batch_size=8)
     with pytest.warns(UserWarning, match="max_batch_size=8 forbids it"):
         _, module = fit(trainer, guard, ckpt_path=tmp_path / "a.ckpt", max_epochs=3)
     assert set(module.sizes) == {8}
 
 
 def test_a_checkpoint_from_before_the_guard_is_counted_in_batches_of_the_loader(trainer: Any, tmp_path: Path) -> None:
-    """Saved within an epoch: batch 20 of 50 is where 80 samples end only while batches are of 4."""
+    """Batch 20 of 50 is where 80 samples end only while batches are of 4; ``min_batch_size`` insists on larger ones."""
     plain, _ = fit(trainer, None, max_steps=20)
     plain.save_checkpoint(tmp_path / "within.ckpt")
     whole, _ = fit(trainer, None, max_epochs=1)
     whole.save_checkpoint(tmp_path / "whole.ckpt")
-    guard = MemGuard(budget=LARGE)
+    guard = MemGuard(batch_size="largest", budget=LARGE)
     _, module = fit(trainer, guard, ckpt_path=tmp_path / "within.ckpt")
     assert set(module.sizes) == {4}
     _, module = fit(trainer, guard, ckpt_path=tmp_path / "whole.ckpt")
+    assert set(module.sizes) == {4}
+    assert "the one the checkpoint was trained with (min_batch_size insists" in guard.decision.reason  # type: ignore[union-attr]
+    guard = MemGuard(batch_size="largest", budget=LARGE, min_batch_size=5)
+    with pytest.warns(UserWarning, match="trained at batch size 4; min_batch_size=5 forbids it"):
+        _, module = fit(trainer, guard, ckpt_path=tmp_path / "whole.ckpt")
     assert module.sizes[0] > 4
+
+
+def test_a_batch_size_that_was_set_outweighs_the_checkpoint(trainer: Any, tmp_path: Path) -> None:
+    """A run that grew was asked to; the next one is not, and the warning has both sizes."""
+    run, _ = fit(trainer, MemGuard(batch_size="largest", max_batch_size=20))
+    run.save_checkpoint(tmp_path / "a.ckpt")
+    with pytest.warns(UserWarning, match="trained at batch size 20; this run's loader has 4"):
+        _, module = fit(trainer, MemGuard(), ckpt_path=tmp_path / "a.ckpt", max_epochs=3)
+    assert set(module.sizes) == {4}
+
+
+def test_a_division_goes_on_if_it_still_fits(trainer: Any, tmp_path: Path) -> None:
+    """Batches are counted in pieces, and the next run would not need as many."""
+    first, again = MemGuard(budget=SMALL), MemGuard(budget=2 * SMALL)
+    run, _ = fit(trainer, first, size=200)
+    run.save_checkpoint(tmp_path / "a.ckpt")
+    fit(trainer, again, ckpt_path=tmp_path / "a.ckpt", max_epochs=3, size=200)
+    ours, theirs = first.decision, again.decision
+    assert ours is not None
+    assert theirs is not None
+    assert (theirs.batch_size, theirs.accumulate_grad_batches) == (ours.batch_size, ours.accumulate_grad_batches)
+    assert ours.batch_size * ours.accumulate_grad_batches == 200 > ours.batch_size
 
 
 def test_accumulation_goes_on_with_the_size(trainer: Any, tmp_path: Path) -> None:
@@ -140,14 +167,14 @@ def test_accumulation_goes_on_with_the_size(trainer: Any, tmp_path: Path) -> Non
     run, _ = fit(trainer, first)
     run.save_checkpoint(tmp_path / "a.ckpt")
     assert first.decision is not None
-    again = MemGuard(budget=LARGE)
+    again = MemGuard(batch_size="largest", budget=LARGE)
     fit(trainer, again, ckpt_path=tmp_path / "a.ckpt", max_epochs=3)
     assert again.decision is not None
     assert again.decision.accumulate_grad_batches == first.decision.accumulate_grad_batches > 1
 
 
 def test_a_resume_under_a_guard_that_only_checks_changes_nothing(trainer: Any, tmp_path: Path) -> None:
-    run, _ = fit(trainer, MemGuard(budget=SMALL))
+    run, _ = fit(trainer, MemGuard(batch_size="largest", budget=SMALL))
     run.save_checkpoint(tmp_path / "a.ckpt")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -164,16 +191,16 @@ class WithTest(Sized):
 
 
 def test_an_evaluation_does_not_take_the_size_of_training(trainer: Any, tmp_path: Path) -> None:
-    """Nor does a checkpoint that is saved after one lose it."""
-    guard = MemGuard(max_batch_size=16)
+    """It keeps its own; and a checkpoint that is saved after one keeps that of training."""
+    guard = MemGuard(batch_size="largest", max_batch_size=16)
     run, _ = fit(trainer, guard)
     run.save_checkpoint(tmp_path / "a.ckpt")
-    module, tests = WithTest(), MemGuard(max_batch_size=40)
+    module, tests = WithTest(), MemGuard(batch_size="largest", max_batch_size=40)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         tested = trainer(tests, limit_test_batches=0.2)
         tested.test(module, ckpt_path=tmp_path / "a.ckpt", verbose=False)
-    assert (set(module.sizes), tests.decision.batch_size) == ({40}, 40)  # type: ignore[union-attr]
+    assert (set(module.sizes), tests.decision.batch_size) == ({4}, 4)  # type: ignore[union-attr]
     assert not [each for each in said if "checkpoint was trained" in str(each.message)]
     run.test(WithTest(), verbose=False)
     run.save_checkpoint(tmp_path / "b.ckpt")
@@ -182,9 +209,9 @@ def test_an_evaluation_does_not_take_the_size_of_training(trainer: Any, tmp_path
 
 def test_a_size_at_which_a_limit_leaves_no_batch_is_not_resumed(trainer: Any, tmp_path: Path) -> None:
     """A tenth of two batches is none, and Lightning refuses the run."""
-    run, _ = fit(trainer, MemGuard(max_batch_size=100))
+    run, _ = fit(trainer, MemGuard(batch_size="largest", max_batch_size=100))
     run.save_checkpoint(tmp_path / "a.ckpt")
-    guard = MemGuard()
+    guard = MemGuard(batch_size="largest")
     with pytest.warns(UserWarning, match="batch size 100; this run's data and limits allow 22 at most"):
         _, module = fit(trainer, guard, ckpt_path=tmp_path / "a.ckpt", max_epochs=3, limit_train_batches=0.1)
     assert set(module.sizes) == {20}  # no more samples than two batches of 4
@@ -210,26 +237,16 @@ def test_what_a_fit_sets_is_put_back_after_an_error_too(trainer: Any) -> None:
 
     module = Sized()
     with pytest.raises(ValueError, match="20"):
-        trainer(MemGuard(max_batch_size=20), Fails()).fit(module)
+        trainer(MemGuard(batch_size="largest", max_batch_size=20), Fails()).fit(module)
     assert module.batch_size == module.hparams["batch_size"] == 4
 
 
 SETTINGS = GuardSettings()
 
 
-@pytest.mark.parametrize(
-    ("progress", "tied"),
-    [
-        ({"current": {"completed": 3}, "is_last_batch": False}, True),
-        ({"current": {"completed": 50}}, False),
-        ({}, False),
-    ],
-)
-def test_only_a_checkpoint_within_an_epoch_ties_a_run_to_the_loaders_size(progress: Any, tied: bool) -> None:
-    checkpoint = {"loops": {"fit_loop": {"epoch_loop.batch_progress": progress}}}
-    saved = resume.saved_in(checkpoint, 4)
-    assert (saved is not None) == tied
-    assert saved is None or saved.batch_size == 4
+def test_only_a_checkpoint_of_a_fit_ties_a_run_to_the_loaders_size() -> None:
+    assert resume.saved_in({"loops": {"fit_loop": {}}}, 4) == resume.SavedSizes(4, 0, 0)
+    assert resume.saved_in({"state_dict": {}}, 4) is None
 
 
 def test_a_damaged_entry_is_ignored() -> None:

@@ -35,7 +35,7 @@ def loader(dataset: TensorDataset) -> DataLoader[Any]:
 def test_the_report_is_next_to_the_log_and_holds_all_that_the_guard_knows(
     trainer: Any, small: Any, loader: DataLoader[Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    guard = MemGuard(max_batch_size=50)
+    guard = MemGuard(batch_size="largest", max_batch_size=50)
     run = trainer(guard, logger=CSVLogger(tmp_path), max_epochs=3)
     run.fit(small(), loader)
     folder = Path(run.logger.log_dir)
@@ -186,7 +186,7 @@ def test_a_guard_that_is_kept_does_not_keep_the_trainer_the_module_and_the_data(
     trainer: Any, small: Any, dataset: Any, tmp_path: Path
 ) -> None:
     """In a notebook, it is what one looks at once the rest has been deleted to make room."""
-    guard, module, data = MemGuard(max_batch_size=8), small(), DataLoader(dataset, batch_size=4)
+    guard, module, data = MemGuard(batch_size="largest", max_batch_size=8), small(), DataLoader(dataset, batch_size=4)
     run = trainer(guard)
     run.fit(module, data)
     kept = [weakref.ref(each) for each in (run, module, module.net, data)]

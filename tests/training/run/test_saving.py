@@ -14,7 +14,6 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memguard import MemGuard
-from lightning_memguard.report.decision_table import why
 from lightning_memguard.units import MIB
 from tests.forks import on_ranks
 
@@ -103,13 +102,13 @@ def test_without_a_checkpoint_the_step_is_predicted(callbacks: Any) -> None:
 
 
 def test_a_step_that_fits_is_not_refused_for_its_checkpoint(tmp_path: Path) -> None:
-    guard = MemGuard(budget="95MiB", max_batch_size=16)
+    guard = MemGuard(batch_size="largest", budget="95MiB", max_batch_size=16)
     with pytest.warns(
         UserWarning, match=r"does NOT fit while a checkpoint is saved\. .*save_weights_only=True\) needs 32"
     ):
         fit(guard, Layers(), ModelCheckpoint(dirpath=tmp_path))
     assert guard.decision.verdict == "does not fit"
-    assert why(guard.decision) == "Batch size 16 does NOT fit while a checkpoint is saved."
+    assert guard.decision.reason == "batch size 16 does NOT fit while a checkpoint is saved."
 
 
 def test_a_resumed_run_is_measured_without_the_checkpoint_that_it_was_loaded_from(tmp_path: Path) -> None:

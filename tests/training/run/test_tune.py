@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memguard import MemGuard, MemGuardError
 from lightning_memguard.core.decision.decision import Request
-from lightning_memguard.report.decision_table import why
 from lightning_memguard.training.run import progress
 from lightning_memguard.training.run import tune as tuning_module
 from lightning_memguard.units import KIB
@@ -100,10 +99,11 @@ def test_ctrl_c_goes_on_without_a_prediction_once_that_was_offered(
 
     def interrupted(line: progress.SetupLine, doing: str) -> None:
         shown(line, doing)
-        raise KeyboardInterrupt
+        if doing:  # once the data was read
+            raise KeyboardInterrupt
 
     monkeypatch.setattr(progress.SetupLine, "show", interrupted)
-    run = trainer(MemGuard())
+    run = trainer(MemGuard(batch_size="largest"))
     if not is_shown:
         with pytest.raises(SystemExit):  # as Lightning ends a run
             run.fit(small(), DataLoader(dataset, batch_size=10))
@@ -152,7 +152,7 @@ def test_a_step_that_cannot_run_is_not_said_to_fit(trainer: Any, dataset: Tensor
     assert (decision.outcome, decision.batch_size) == ("kept" if mode == "tune" else "checked", 10)
     assert (decision.verdict, decision.fits) == ("unknown", False)
     assert "OSError: no feature store" in decision.reason
-    assert "whether it fits is unknown" in why(decision)
+    assert "whether it fits is unknown" in decision.reason
 
 
 def test_states_that_are_too_large_alone_do_not_fit(trainer: Any, dataset: TensorDataset, tuned: Any) -> None:
@@ -178,23 +178,29 @@ def test_validation_that_cannot_run_is_said_to_be_unknown(
 def test_a_check_says_why_nothing_changed_and_whether_it_could_have(
     trainer: Any, small: Any, dataset: TensorDataset, tuned: Any
 ) -> None:
-    assert tuned(trainer(), small(), dataset, mode="check").decision.reason == 'mode="check" changes nothing'
+    assert tuned(trainer(), small(), dataset, mode="check").decision.because == 'mode="check" changes nothing'
     guard, module = MemGuard("check"), small()
     trainer(guard).fit(module, DataLoader(dataset, batch_size=None))
     assert guard.decision is not None
-    assert guard.decision.reason == (
+    assert guard.decision.because == (
         'mode="check" changes nothing, and mode="tune" could not change it: fit(train_dataloaders=...) has '
         "batch_size=None: its dataset makes the batches itself"
     )
 
 
 def test_a_rank_that_may_not_choose_tells_the_others_why() -> None:
-    answers = [(True, ""), (False, "its loader has no size"), (False, "nor has this one")]
+    answers = [
+        (True, "", None, True),
+        (False, "its loader has no size", None, True),
+        (False, "nor has this one", None, True),
+    ]
     agreed = tuning_module._common(Request(8), answers)
     assert (agreed.free_to_choose, agreed.fixed_because) == (False, "rank 1: its loader has no size")
     own = Request(8, free_to_choose=False, fixed_because="nor has this one")
     assert tuning_module._common(own, answers).fixed_because == "nor has this one"
-    assert tuning_module._common(Request(8), [(True, ""), (True, "")]) == Request(8)
+    assert tuning_module._common(Request(8), [(True, "", None, True)] * 2) == Request(8)
+    kept = tuning_module._common(Request(8), [(True, "", None, False), (True, "", "request", True)])
+    assert (kept.kept_by, kept.was_set) == ("request", True)
 
 
 @pytest.mark.parametrize("data", ["own sampler", "too large", "no tensor", "fails"])
@@ -203,6 +209,7 @@ def test_a_sentence_is_in_the_table_or_in_a_warning_and_never_in_both(
 ) -> None:
     module, loader, settings = small(), DataLoader(dataset, batch_size=10), {}
     if data == "own sampler":
+        settings = {"batch_size": "largest"}
         loader = DataLoader(dataset, batch_sampler=[list(range(10))] * 3)  # type: ignore[arg-type]
     elif data == "too large":
         settings = {"mode": "check", "budget": 2048}
@@ -228,12 +235,11 @@ def test_where_nothing_is_to_be_done_the_table_explains_and_nothing_warns(
 ) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer(MemGuard()).fit(small(), DataLoader(dataset, batch_size=10))
+        trainer(MemGuard(batch_size="largest")).fit(small(), DataLoader(dataset, batch_size=10))
     assert not [warning for warning in caught if "lightning_memguard" in warning.filename]
     printed = caplog.text
-    assert (
-        "MemGuard: batch size 100 (was 10): limited by the size of the dataset, not by memory; an epoch has" in printed
-    )
+    assert "MemGuard: batch size 100 (was 10) fits: " in printed
+    assert "; limited by the size of the dataset, not by memory; an epoch has" in printed
 
 
 @pytest.mark.parametrize("error", [MemGuardError("no driver"), ZeroDivisionError("a mistake of ours")])

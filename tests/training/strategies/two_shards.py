@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memguard import MemGuard
 from lightning_memguard.core.isolation import pool
+from lightning_memguard.core.range import NOTHING
 from lightning_memguard.training.data import loaders
 from lightning_memguard.training.run import choose, tune
 from lightning_memguard.training.run import profile as profiles
@@ -210,7 +211,7 @@ def by_hand(size: int, data: int, tensor: int) -> tuple[list[torch.Tensor], int]
 
 def tuned(data: int, tensor: int) -> Seen:
     """A fit that is tuned, next to fits by hand at its size and at 10 % more."""
-    guard = MemGuard(budget=BUDGET)
+    guard = MemGuard(batch_size="largest", budget=BUDGET)
     seen, module = fit(guard, strategy(data, tensor), data * tensor, limit_train_batches=STEPS)
     size = seen["size"]
     weights, peak = by_hand(size, data, tensor)
@@ -221,12 +222,12 @@ def tuned(data: int, tensor: int) -> Seen:
 def one_fails() -> Seen:
     failing = mock.patch.object(tune, "read_run", side_effect=ZeroDivisionError("only here"))
     with failing if os.environ["LOCAL_RANK"] == "1" else mock.patch.object(tune, "read_run", tune.read_run):
-        return fit(MemGuard(budget=BUDGET), strategy(2, 1), 2)[0]
+        return fit(MemGuard(batch_size="largest", budget=BUDGET), strategy(2, 1), 2)[0]
 
 
 def twice() -> Seen:
     """Two modules with one Trainer, and the second of them once more: it is sharded by then."""
-    guard, modules = MemGuard(budget=BUDGET), [module_of(), module_of()]
+    guard, modules = MemGuard(batch_size="largest", budget=BUDGET), [module_of(), module_of()]
     trainer = trainer_of(strategy(2, 1), [guard], 2, limit_val_batches=2)
     seen = {}
     for name, module in {"first": modules[0], "second": modules[1], "again": modules[1]}.items():
@@ -240,11 +241,11 @@ def twice() -> Seen:
 
 def resumes(folder: Path) -> Seen:
     """A checkpoint of shards, and a fit with twice the budget that goes on from it."""
-    module, guard = module_of(), MemGuard(budget=BUDGET)
+    module, guard = module_of(), MemGuard(batch_size="largest", budget=BUDGET)
     trainer = trainer_of(strategy(2, 1), [guard], 2)
     trainer.fit(module, data_of(2))
     trainer.save_checkpoint(folder / "shards")
-    module, other = module_of(), MemGuard(budget=2 * BUDGET)
+    module, other = module_of(), MemGuard(batch_size="largest", budget=2 * BUDGET)
     logging.getLogger("lightning_memguard").addHandler(logging.StreamHandler(printed := io.StringIO()))
     trainer_of(strategy(2, 1), [other], 2, max_epochs=2).fit(module, data_of(2), ckpt_path=folder / "shards")
     return {**seen_of(other), "before": seen_of(guard)["size"], "sizes": module.sizes, "printed": printed.getvalue()}
@@ -258,7 +259,9 @@ def scenarios(folder: Path) -> dict[str, Callable[[], Seen]]:
         "runs out": lambda: fit(MemGuard(mode="tune", max_batch_size=2), strategy(2, 1), 2, RunsOut)[0],
         "twice": twice,
         "effective": lambda: fit(MemGuard(budget=BUDGET, keep_effective_batch_size=240), strategy(1, 2), 2)[0],
-        "validates": lambda: fit(MemGuard(budget=BUDGET), strategy(2, 1), 2, limit_val_batches=2)[0],
+        "validates": lambda: fit(MemGuard(batch_size="largest", budget=BUDGET), strategy(2, 1), 2, limit_val_batches=2)[
+            0
+        ],
         "resumes": lambda: resumes(folder),
         "check": lambda: fit(MemGuard(mode="check", budget=BUDGET), strategy(2, 1), 2)[0],
     }
@@ -269,6 +272,6 @@ def main(rank: int, folder: Path) -> None:
     for home in (loaders, choose):
         home.spoiled_by = lambda *_: None  # type: ignore[attr-defined]  # limits only end these fits early
     pool.processors = lambda: 1  # each rank captures in one child at a time: together they have two
-    profiles.process_bytes = lambda *_: 0  # type: ignore[assignment]  # it would be most of the budget
+    profiles.process_bytes = lambda *_: NOTHING  # type: ignore[assignment]  # it would be most of the budget
     seen = {name: run() for name, run in scenarios(folder).items()}
     (folder / f"rank{rank}.json").write_text(json.dumps(seen))

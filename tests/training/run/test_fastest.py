@@ -1,4 +1,4 @@
-"""prefer="smallest_fast": the smallest size that is about as fast as any, on all ranks alike."""
+"""batch_size="fastest": the smallest size that is about as fast as any, on all ranks alike."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from torch.utils.data import TensorDataset
 from lightning_memguard import MemGuard, MemGuardError
 from lightning_memguard.core.decision.decision import Request
 from lightning_memguard.core.replay.seconds import Speed
-from lightning_memguard.report.decision_table import why
 from lightning_memguard.training.facts.ranks import Attempt
 from lightning_memguard.training.planning.search import smallest_fast
 from lightning_memguard.training.run import choose as choose_module
@@ -50,10 +49,10 @@ def test_a_run_gets_the_smallest_fast_size(
 ) -> None:
     """Launches cost the same at any size, so only large batches are fast; work alone costs the same for each sample."""
     with mock.patch.object(choose_module, "speed_here", return_value=speed):
-        found = tuned(trainer(), small(), dataset, prefer="smallest_fast").decision
+        found = tuned(trainer(), small(), dataset, batch_size="fastest").decision
     assert found.limited_by == limit
     assert abs(found.batch_size - size) <= 6
-    assert ("at most 3% faster" in why(found)) == (limit == "time")
+    assert ("at most 3% faster" in found.reason) == (limit == "time")
     assert any("is not known" in note for note in found.notes) == (speed is None)
 
 
@@ -80,16 +79,18 @@ def test_ranks_that_find_other_sizes_take_the_smallest_and_look_no_further(
 
     class Two(type(ranks())):  # type: ignore[misc]
         def gather(self, mine: Any) -> list[Any]:
-            return [mine, ("", None) if isinstance(mine[0], str) else (32, 0, "time")]
+            return [mine, ("", None) if isinstance(mine[0], str) else (32, 0, "time", None)]
 
     decision, _ = choose(profile, Two(size=2), Planner())  # type: ignore[arg-type]
     assert (decision.batch_size, decision.limited_by) == (32, "time")
     assert [each.prefers_fast for each in asked] == [True, False]
 
 
-def test_an_unknown_preference_is_refused() -> None:
-    with pytest.raises(MemGuardError, match="prefer='fast' is unknown"):
-        MemGuard(prefer="fast")  # type: ignore[arg-type]
+def test_an_unknown_choice_is_refused() -> None:
+    with pytest.raises(MemGuardError, match="batch_size='fast' is unknown"):
+        MemGuard(batch_size="fast")  # type: ignore[arg-type]
+    with pytest.raises(MemGuardError, match=r'prefer=.* is gone: pass batch_size="largest" or "fastest"'):
+        MemGuard(prefer="smallest_fast")
 
 
 def test_the_speed_of_this_machine_is_measured_in_a_child_on_all_threads() -> None:

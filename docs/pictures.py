@@ -1,0 +1,69 @@
+"""Make the pictures of the documentation from a run of `examples/quickstart.py`: ``make pictures`` (needs Chromium).
+
+`images/made_from.txt` has a hash of the code that draws them; `tests/test_docs.py` compares it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from io import BytesIO
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+IMAGES = ROOT / "docs" / "images"
+WIDTH, HEIGHT = 1400, 4000
+_BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+
+
+def made_from() -> str:
+    """Return a hash of what the pictures are made from."""
+    report = ROOT / "lightning_memguard" / "report"
+    files = [*sorted(report.glob("*.py")), *sorted((report / "assets").iterdir()), ROOT / "examples" / "quickstart.py"]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+
+def _screenshot(page: Path, picture: Path) -> None:
+    """Take a picture of a page, down to where it ends."""
+    from PIL import Image, ImageChops
+
+    browser = next(filter(None, map(shutil.which, _BROWSERS)), None)
+    if browser is None:
+        raise SystemExit(f"No browser takes the picture; install one of: {', '.join(_BROWSERS)}")
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--window-size={WIDTH},{HEIGHT}"]
+    subprocess.run([browser, *options, f"--screenshot={picture}", page.as_uri()], check=True, capture_output=True)
+    with Image.open(picture) as taken:
+        whole = taken.convert("RGB")
+    empty = Image.new("RGB", whole.size, whole.getpixel((0, HEIGHT - 1)))
+    _, _, _, bottom = ImageChops.difference(whole, empty).getbbox() or (0, 0, 0, HEIGHT)
+    whole.crop((0, 0, WIDTH, min(HEIGHT, bottom + 24))).quantize(64).save(picture, optimize=True)
+
+
+def _figure(logs: Path, picture: Path) -> None:
+    """Save the last figure that TensorBoard shows."""
+    from PIL import Image
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(logs))
+    events.Reload()
+    Image.open(BytesIO(events.Images("memguard/peak")[-1].encoded_image_string)).save(picture, optimize=True)
+
+
+def main() -> None:
+    """Run the example, and take the pictures of its second training."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, str(ROOT / "examples" / "quickstart.py"), "--epochs", "3"]
+        subprocess.run(command, cwd=folder, env=environment, check=True)
+        logs = Path(folder) / "lightning_logs" / "digits" / "version_1"
+        _screenshot(logs / "memguard_report.html", IMAGES / "report_1400.png")
+        _figure(logs, IMAGES / "tensorboard_figure.png")
+    (IMAGES / "made_from.txt").write_text(f"{made_from()}\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
