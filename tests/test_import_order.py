@@ -164,6 +164,7 @@ ROOMS = {
         "layouts",
         "ways",
     ],
+    "training/hf": ["__init__", "callback"],
     "training/run": [
         "__init__",
         "guard_settings",
