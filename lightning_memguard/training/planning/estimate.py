@@ -57,8 +57,8 @@ def estimate(
             any ``nn.Module`` together with ``step`` and ``optimizer``, stepped in PyTorch's canonical loop
             (``zero_grad``, forward, backward, ``step``). Only a copy without memory runs.
         batch: an example batch: real, meta or fake tensors in any nesting.
-        hf: in place of a model and a batch, a language model of Hugging Face by its name, or how it is fine-tuned: a
-            `lightning_memguard.training.planning.by_name.FineTuning`. Nothing is fetched. It needs the extra ``hf``.
+        hf: in place of model and batch, a language model by its name, or a
+            `lightning_memguard.training.planning.by_name.FineTuning`; nothing is fetched. It needs the extra ``hf``.
         batch_size: the number of samples to predict for (default: the batch's own).
         step: ``(model, batch) -> loss``; for a plain module.
         optimizer: ``(parameters) -> Optimizer``; for a plain module (default: none, gradients only).
@@ -94,16 +94,10 @@ def estimate(
         ... )
         >>> footprint.parts["optimizer_state"] == 2 * footprint.parts["parameters"] + 2 * 4
         True
-
-        QLoRA of a language model, without weights and without a GPU:
-
-        >>> from lightning_memguard.training.planning.by_name import FineTuning
-        >>> tuning = FineTuning("meta-llama/Llama-3.1-8B", length=2048, lora=16, bits=4, checkpointing=True)
-        >>> estimate(hf=tuning, precision="bf16-true", device="RTX 4090")  # doctest: +SKIP
     """
     if hf is not None:
-        subject = _by_name(hf, model, batch, batch_size, step, optimizer, precision, training=training)
-        return _estimated(subject, device, measured)
+        given = batch_size, step, optimizer, precision
+        return _estimated(_by_name(hf, model, batch, *given, training=training), device, measured)
     if model is None:
         raise MemGuardError("Pass a model and an example batch, or a language model by its name: hf=.")
     if training and is_lightning(model) and (step, optimizer, context) != (None, None, None):
