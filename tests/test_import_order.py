@@ -57,6 +57,7 @@ ROOMS = {
         "process",
         "context",
         "budget",
+        "tensor_counter",
         "meter",
         "children",
         "speed",

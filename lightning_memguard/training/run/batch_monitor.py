@@ -39,6 +39,7 @@ class BatchWatch:
         exceeds: whether the batch at hand is larger than those predicted from.
         largest: the last one that was announced for its memory, and a prediction on batches like it.
         saw_whole: whether any was as large as predicted.
+        is_largest: whether the batch at hand is larger than each before.
     """
 
     def __init__(self, profile: RunProfile, prediction: Prediction, batch_size: int) -> None:
@@ -47,18 +48,18 @@ class BatchWatch:
         self.batch_size = batch_size
         self.predicted_shapes, self._predicted_bytes = prediction.expected_batch(batch_size)
         self.shapes: Shapes = ()
-        self.exceeds = self.saw_whole = False
+        self.exceeds = self.saw_whole = self.is_largest = False
         self.largest: tuple[Larger, Prediction] | None = None
         self.is_fixed, kinds = bool(prediction.kinds), prediction.kinds or [((), self._predicted_bytes)]
         self._usual = set[Shapes]()
         self._quick: list[torch.Size] | int = 0
-        self._most_bytes = 0.0
+        self._most_bytes, self._seen_bytes = 0.0, 0
         self._limits = [max(sizes) for sizes in zip_longest(*starmap(growth_sizes, kinds), fillvalue=0.0)]
         self._of_prediction = [*self._limits]
 
     def larger(self, batch: object) -> Larger | None:
         """Compare a batch on its way into the step with the prediction; None if it is within it."""
-        quick = _quick_sizes(batch, by_shape=self.is_fixed)
+        self.is_largest, quick = False, _quick_sizes(batch, by_shape=self.is_fixed)
         if quick == self._quick and quick:
             return None  # as large as the one before
         self._quick, self.shapes = quick, tuple(quick) if isinstance(quick, list) else shapes_of(batch)
@@ -66,6 +67,7 @@ class BatchWatch:
         if self.shapes in self._usual:
             return None
         nbytes = batch_bytes(batch)
+        self.is_largest, self._seen_bytes = nbytes > self._seen_bytes, max(nbytes, self._seen_bytes)
         self.saw_whole |= nbytes >= self._predicted_bytes
         sizes = growth_sizes(self.shapes if self.is_fixed else (), nbytes)
         self.exceeds = any(starmap(gt, zip_longest(sizes, self._of_prediction, fillvalue=0.0)))
@@ -198,5 +200,5 @@ def size_within_budget(watch: BatchWatch, decided: Footprint, measured: Measured
 
 
 def _ratio(measured: Measured | None, predicted_bytes: int) -> float:
-    taken = measured.peak_bytes if measured else 0
+    taken = measured.taken_bytes if measured else 0
     return max(1.0, taken / predicted_bytes if predicted_bytes else 1.0)

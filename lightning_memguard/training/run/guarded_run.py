@@ -89,6 +89,7 @@ class GuardedRun:
         if self.decision.host:
             self.measuring.watch_children()
         self._growth: GrowthWatch | None = None
+        self._measures = False
         self._checks_peak = self.device.type == "cpu"  # a GPU's allocator holds no more than the device has
 
     @property
@@ -254,20 +255,29 @@ class GuardedRun:
             self._try_writing("snapshot", lambda: self.save_snapshot(recorder.path))
 
     def start_measuring(self) -> None:
-        """Start measuring; what the model and its optimizers hold by now is the training's."""
+        """Start measuring, before the sanity check; what the model and its optimizers hold is the training's."""
+        profile = self.tuning.profile
+        if profile is None or self._measures:
+            return
+        if not self._is_applied(profile):
+            self._recheck()  # as no loader has been rewritten, which triggers it
+        host = self.decision.host
+        self._measures = True
+        self.measuring.start(on_host=bool(host and host.budget))
+
+    def watch_growth(self) -> None:
+        """Watch what grows from epoch to epoch: the training begins."""
         profile = self.tuning.profile
         if profile is None:
             return
-        if not (self.settings.mode == "tune" and profile.request.free_to_choose):
-            self._recheck()  # as no loader has been rewritten, which triggers it
-        host = self.decision.host
-        self.measuring.start(trains=self.trains, on_host=bool(host and host.budget))
-        if self.trains:
-            infos = filter(None, (profile.loader_info, profile.run.validation_info))
-            loaders = (loader for info in infos for source in info.sources for loader in source.held)
-            datasets = [getattr(loader, "dataset", None) for loader in loaders]
-            others = [*self.trainer.callbacks, profile.facts.datamodule, *datasets]  # type: ignore[attr-defined]
-            self._growth = attempt(lambda: GrowthWatch(self.device, self.module, others)).value
+        infos = filter(None, (profile.loader_info, profile.run.validation_info))
+        loaders = (loader for info in infos for source in info.sources for loader in source.held)
+        datasets = [getattr(loader, "dataset", None) for loader in loaders]
+        others = [*self.trainer.callbacks, profile.facts.datamodule, *datasets]  # type: ignore[attr-defined]
+        self._growth = attempt(lambda: GrowthWatch(self.device, self.module, others)).value
+
+    def _is_applied(self, profile: RunProfile) -> bool:
+        return self.settings.mode == "tune" and profile.request.free_to_choose
 
     def _watch_batches(self, profile: RunProfile) -> None:
         runs = {"train" if self.trains else "val": (profile.prediction, self.decision.batch_size)}
@@ -306,25 +316,26 @@ class GuardedRun:
         footprint, budget, watch = self.decision.footprint, self.decision.budget, self._watches.get("train")
         if footprint is None or budget is None or watch is None or not self.decision.fits:
             return
-        if self._checks_peak and measured.peak_bytes > budget.free_bytes:
+        if self._checks_peak and measured.taken_bytes > budget.free_bytes:
             self._checks_peak = False
             kept = self.decision.kept if self.decision.runs_out_at else ()
             size = None if kept else attempt(lambda: size_within_budget(watch, footprint, measured)).value
             self._warn(overrun_words(footprint, measured, budget, size, watch.largest and watch.largest[0], kept))
 
-    def check_batch(self, role: str, batch: object, batch_idx: int) -> None:
-        """Return to the system what collating a batch has freed; warn of a batch that is larger than predicted."""
+    def check_batch(self, role: str, batch: object, batch_idx: int, batches: float) -> None:
+        """Return to the system what collating a batch has freed; warn of a batch that is larger than predicted.
+
+        ``batches`` there are in all.
+        """
         if self._trim is not None:
             self._trim()
-        self.measuring.at_batch(batch_idx, trains=role == "train")
-        watch = self._watches.get(role)
-        if watch is None:
-            return
+        watch, larger = self._watches.get(role), None
         try:
-            larger = watch.larger(batch)
+            larger = watch.larger(batch) if watch else None
         except Exception:  # noqa: BLE001 - a batch that cannot be examined is trained on all the same
-            self._watches[role] = None
-            return
+            watch = self._watches[role] = None
+        last, trains, largest = batch_idx + 1 == batches, role == "train", bool(watch and watch.is_largest)
+        self.measuring.at_batch(batch, batch_idx, trains=trains, last=last, largest=largest)
         if larger is not None:
             rescuer = self._rescuer if role == "train" else None
             at_once = attempt(partial(rescuer.expect, batch, larger)).value if rescuer else 0
@@ -337,8 +348,6 @@ class GuardedRun:
         self.measuring.forget_gradients()
         if self._growth is not None and attempt(self._note_growth).reason:
             self._growth = None
-        if not self.records:
-            self.measuring.restart()
         if self._rescuer is not None:
             self._rescuer.policy.restart()
         forget_logged(self.trainer)
@@ -349,7 +358,7 @@ class GuardedRun:
         last, steps, of_epoch = trainer.max_epochs, trainer.max_steps, self.decision.steps_per_epoch
         if budget is None or watch is None:
             return
-        peak = self.records[-1].measured.peak_bytes if self.records else 0
+        peak = self.records[-1].measured.taken_bytes if self.records else 0
         epochs = MOST_EPOCHS if last is None or last < 0 else last
         if steps > 0 and of_epoch:
             epochs = min(epochs, math.ceil(steps / of_epoch))
@@ -369,6 +378,7 @@ class GuardedRun:
         record = self._record()
         if record is None:
             return
+        self.measuring.count_hooks_of_epoch()
         self.records.append(record)
         attempt(lambda: self._remember(record))
         self.measuring.restart()
@@ -402,6 +412,8 @@ class GuardedRun:
         if decision.footprint is None or decision.budget is None:
             return None
         measured, budget = self.measuring.peak_by_part(), decision.budget
+        if decision.footprint.phase == "checkpoint":
+            measured = measured.of_process()
         measured = replace(measured, step_seconds=self.measuring.step_seconds)
         epoch, size = self.trainer.current_epoch, decision.batch_size
         failed, rescued = set[int](), set[int]()
@@ -421,11 +433,7 @@ class GuardedRun:
     def summarize(self) -> None:
         """Print how close the prediction came; what the last epoch has left to be saved counts too."""
         if self.trains and self.records:
-            measured, last = self.measuring.peak_by_part(), self.records[-1].measured
-            if measured.peak_bytes > last.peak_bytes:
-                measured = replace(measured, alloc_retries=last.alloc_retries, ooms=last.ooms)
-                measured = replace(measured, step_seconds=last.step_seconds)
-                self.records[-1] = replace(self.records[-1], measured=measured)
+            self.records[-1] = self.records[-1].with_what_followed(self.measuring.peak_by_part())
         if self.records and self.trainer.is_global_zero:
             page = self._write_page()
             say(f"{last_line(self.records)}{f' Full report: {page}' if page else ''}")
