@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 
 from lightning_memguard.core.decision.decision import Budget, Decision
-from lightning_memguard.core.decision.record import EpochRecord
+from lightning_memguard.core.decision.record import EpochRecord, Measured
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.core.replay.seconds import Seconds
 from lightning_memguard.core.trace.trace import OPTIONAL_PARTS, PARTS
@@ -142,6 +142,17 @@ def prediction_of(decision: Decision) -> tuple[Footprint, Budget]:
     assert decision.footprint is not None
     assert decision.budget is not None
     return decision.footprint, decision.budget
+
+
+def measured_words(measured: Measured) -> str:
+    """The measured peak and its counter: ``"40.6 MiB (tensors; the process took 104.1 MiB)"``."""
+    return f"{format_bytes(measured.peak_bytes)} ({source_words(measured)})"
+
+
+def source_words(measured: Measured) -> str:
+    """The counter of a measured peak, and what the whole process took if that was measured as well."""
+    process = measured.process_bytes
+    return f"{measured.source}; the process took {format_bytes(process)}" if process else measured.source
 
 
 def bounds_of(footprint: Footprint) -> tuple[int, int] | None:

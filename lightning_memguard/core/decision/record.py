@@ -12,6 +12,10 @@ from lightning_memguard.units import GIB, MIB
 TENSORS, PROCESS = "tensors", "peak resident memory"
 """Sources on the CPU: what PyTorch's allocator counts, and what the system counts of the process."""
 
+TRAINING, VALIDATION = "a training step", "a validation step"
+AFTER = AFTER_VALIDATION, AFTER_EPOCH = "hooks at the end of validation", "hooks at the end of an epoch"
+"""Work whose tensors are counted: `Measured.where`."""
+
 _OBJECTS_BYTES = 4 * MIB  # on the CPU, as in `core.device.process`
 
 

@@ -68,7 +68,9 @@ class PeakMeter:
         if tensors is None or not tensors.peaks:
             return measured
         where, peak = max(tensors.peaks.items(), key=lambda item: item[1])
-        return replace(measured, peak_bytes=peak, source=TENSORS, process_bytes=measured.peak_bytes or None, where=where)
+        return replace(
+            measured, peak_bytes=peak, source=TENSORS, process_bytes=measured.peak_bytes or None, where=where
+        )
 
     def close(self) -> None:
         """Stop measuring; `start` begins again."""

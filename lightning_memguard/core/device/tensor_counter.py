@@ -52,7 +52,7 @@ class TensorCounter:
         self.peaks: dict[str, int] = {}
         self._fresh: set[str] = set()  # kinds that were counted since `restart`
         self._works = is_available()
-        self._zero = (_given_out() - held_bytes) if self._works else 0
+        self._zero = self._zero_at_start = (_given_out() - held_bytes) if self._works else 0
         self._kind: str | None = None  # of the open window
         self._thread = self._log_level = 0
         self._at_open = 0  # of tensors
@@ -114,6 +114,15 @@ class TensorCounter:
         grown = _given_out() - self._zero - self._at_open
         self._zero += max(0, grown - sum(blocks))
         self._seconds += perf_counter() - started + _SECONDS_A_BLOCK * len(blocks)
+
+    def others(self, tensor_bytes: int) -> dict[str, int]:
+        """What malloc holds now in addition to these tensors and to what it had given out when the counter was made."""
+        heap = _asks()[0]()
+        given_out = int(heap.uordblks + heap.hblkhd) - self._zero_at_start
+        return {
+            "kept by libraries and objects": given_out - tensor_bytes,
+            "freed, and kept by the C library": heap.fordblks,
+        }
 
 
 _SECONDS_A_BLOCK = 1e-6

@@ -23,7 +23,7 @@ from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.core.replay.timeline import LineShare, shares_at_peak
 from lightning_memguard.core.trace.trace import Shapes, Trace
 from lightning_memguard.errors import DoesNotFitError, MemGuardError
-from lightning_memguard.report.failure import Failure, Larger
+from lightning_memguard.report.failure import Failure, Larger, steps_explain
 from lightning_memguard.training.facts.ranks import attempt
 from lightning_memguard.training.rescue.policy import Samples
 from lightning_memguard.training.run.profile import RunProfile
@@ -95,6 +95,11 @@ class BatchWatch:
         larger = Larger(self.shapes, self.predicted_shapes, footprint, self.profile.budget)
         self.largest = larger, prediction
         return larger
+
+    @property
+    def shapes_seen(self) -> int:
+        """How many shapes of batches there were, so far as they were within the prediction."""
+        return len(self._usual)
 
     # -- which sizes fit
 
@@ -189,6 +194,8 @@ def size_within_budget(watch: BatchWatch, decided: Footprint, measured: Measured
     """
     larger, alike = watch.largest or (None, watch.prediction)
     ratio = _ratio(measured, (larger.footprint if larger else decided).most_device_bytes)
+    if not steps_explain(decided, measured):
+        return None
 
     def find(_: int) -> int | None:
         return watch.would_fit(watch.profile.budget, ratio, alike=alike)

@@ -386,7 +386,7 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
         """Warn of a batch that is larger than predicted."""
         if self._run:
-            self._run.start_batch(batch_idx)
+            self._run.start_batch(batch, batch_idx)
             self._run.check_batch("train", batch, batch_idx, trainer.num_training_batches)
             self._skip("on_before_backward")
             if self._run.measuring.is_counting:

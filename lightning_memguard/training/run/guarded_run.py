@@ -298,21 +298,21 @@ class GuardedRun:
 
     # -- at each batch
 
-    def start_batch(self, batch_idx: int) -> None:
+    def start_batch(self, batch: object, batch_idx: int) -> None:
         """Record the actual step if a snapshot of it was asked for; warn of a run that has passed its budget."""
         if self._recorder is not None and not self._recorder.goes_on():
             self._end_recording()
         if batch_idx.bit_count() == 1:  # 1, 2, 4, 8, ...: early, and at no cost
             self.measuring.note_held()
             if self._checks_peak and batch_idx > 1:
-                self._warn_of_overrun(self.measuring.peak())
+                self._warn_of_overrun(self.measuring.peak(), batch)
 
     def _end_recording(self) -> None:
         recorder, self._recorder = self._recorder, None
         if recorder is not None:
             self._try_writing("snapshot", recorder.close)
 
-    def _warn_of_overrun(self, measured: Measured) -> None:
+    def _warn_of_overrun(self, measured: Measured, batch: object = None) -> None:
         footprint, budget, watch = self.decision.footprint, self.decision.budget, self._watches.get("train")
         if footprint is None or budget is None or watch is None or not self.decision.fits:
             return
@@ -320,7 +320,8 @@ class GuardedRun:
             self._checks_peak = False
             kept = self.decision.kept if self.decision.runs_out_at else ()
             size = None if kept else attempt(lambda: size_within_budget(watch, footprint, measured)).value
-            self._warn(overrun_words(footprint, measured, budget, size, watch.largest and watch.largest[0], kept))
+            larger, outside = watch.largest and watch.largest[0], self.measuring.outside_tensors(batch)
+            self._warn(overrun_words(footprint, measured, budget, size, larger, kept, outside, watch.shapes_seen))
 
     def check_batch(self, role: str, batch: object, batch_idx: int, batches: float) -> None:
         """Return to the system what collating a batch has freed; warn of a batch that is larger than predicted.

@@ -11,7 +11,7 @@ import torch
 from lightning_memguard.core.batch.nesting import batch_bytes
 from lightning_memguard.core.capture.holders import unregistered_tensors
 from lightning_memguard.core.capture.recorder import gradients_of, part_bytes, states_of
-from lightning_memguard.core.decision.record import Measured
+from lightning_memguard.core.decision.record import AFTER_EPOCH, AFTER_VALIDATION, TRAINING, VALIDATION, Measured
 from lightning_memguard.core.device.children import ChildrenMeter
 from lightning_memguard.core.device.host import or_none
 from lightning_memguard.core.device.meter import PeakMeter, held_now
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 _STEPS_MEASURED = 4  # optimizers stepped in turn each have a step of their own
 _BATCHES_COUNTED = 2  # of a validation; of a training, until two optimizer steps are done
 _MOST_BATCHES_COUNTED = 16  # a step may accumulate many
-TRAINING, VALIDATION = "a training step", "a validation step"
-AFTER_VALIDATION, AFTER_EPOCH = "hooks at the end of validation", "hooks at the end of an epoch"
 
 
 class Measuring:
@@ -54,7 +52,9 @@ class Measuring:
 
     def start(self, *, on_host: bool) -> None:
         """Start; what the model and its optimizers hold is the training's. ``on_host``: measure the host's peak too."""
-        others = attempt(lambda: callbacks.held_bytes(self._trainer.callbacks, self._module, self._device, averaging=True))  # type: ignore[attr-defined]
+        others = attempt(
+            lambda: callbacks.held_bytes(self._trainer.callbacks, self._module, self._device, averaging=True)
+        )  # type: ignore[attr-defined]
         self._others = others.value or 0
         self._meter.start(self._held() + self._others)
         if on_host:
@@ -121,6 +121,13 @@ class Measuring:
         if self._meter.tensors is not None:
             known = None if batch is None else lambda: self._held() + self._others + batch_bytes(batch)
             or_none(self._meter.tensors.mark, kind, known)
+
+    def outside_tensors(self, batch: object) -> dict[str, int]:
+        """Bytes that the process takes now outside of the tensors of a step, as a batch begins, by what takes them."""
+        tensors = self._meter.tensors
+        if tensors is None:
+            return {}
+        return or_none(tensors.others, self._held() + self._others + batch_bytes(batch)) or {}
 
     def note_held(self) -> None:
         """Note what is held between two steps, for an error message to compare."""
