@@ -226,6 +226,7 @@ NOT_STD = {
     "core/device/process.py",
     "core/device/context.py",
     "core/device/budget.py",
+    "core/device/tensor_counter.py",
     "core/device/meter.py",
     "core/layers/layers.py",
     "training/__init__.py",

@@ -25,9 +25,9 @@ class Measured:
 
     ``peak_bytes`` is the counter that `Footprint.peak_device_bytes` predicts; ``source`` names the counter: on a GPU
     the device's, on the CPU the tensors of some steps, counted by PyTorch's allocator. ``process_bytes`` is on the CPU
-    the peak of the whole process, whose heap, objects and libraries take more, and None if ``peak_bytes`` is that.
-    ``where`` names the work that had the peak, if that is known. ``parts`` holds the parts whose true size is readable (parameters, buffers, gradients, optimizer state), each from the real
-    tensors.
+    the peak of the whole process, whose heap, objects and libraries take more; None if ``peak_bytes`` is that.
+    ``where`` names the work that had the peak, if that is known. ``parts`` holds the parts whose true size is readable
+    (parameters, buffers, gradients, optimizer state), each from the real tensors.
     ``peak_allocated_bytes`` and ``peak_reserved_bytes`` are the caching allocator's, if the device has one, and so are
     ``alloc_retries`` (how often it released its cache to make room) and ``ooms`` (requests that failed even so).
     ``step_seconds`` is the mean time of an optimizer step, without the first of the epoch; None if there were too few.

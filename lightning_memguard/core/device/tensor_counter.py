@@ -12,6 +12,7 @@ import functools
 import os
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable
 from itertools import accumulate
 from pathlib import Path
@@ -25,7 +26,9 @@ from lightning_memguard.core.device.host import or_none
 from lightning_memguard.units import MIB
 
 SHARE_OF_TIME = 0.01
-"""The time that windows may take of a run, once each kind of step was counted."""
+"""The time that windows may take of a run, once each kind of step was counted a few times."""
+
+_WINDOWS_ALWAYS = 4
 
 _HEAP_NOISE_BYTES = MIB  # objects, texts and tables that come and go between windows
 _ERRORS_ONLY = 2  # of c10's log: it warns of a block that is freed and was allocated before the window
@@ -58,6 +61,7 @@ class TensorCounter:
         self._at_open = 0  # of tensors
         self._started = perf_counter()
         self._seconds = 0.0  # that windows took
+        self._opened = Counter[str]()  # how often, by kind
 
     def restart(self) -> None:
         """Forget the peak so far."""
@@ -82,11 +86,13 @@ class TensorCounter:
         """
         goes_on = self.is_open
         self.close()
-        is_due = goes_on or kind not in self.peaks or self._seconds < SHARE_OF_TIME * (perf_counter() - self._started)
+        few = self._opened[kind] < _WINDOWS_ALWAYS
+        is_due = goes_on or few or self._seconds < SHARE_OF_TIME * (perf_counter() - self._started)
         if self._works and is_due and not torch._C._autograd._profiler_enabled():
+            self._opened[kind] += not goes_on
             if known_bytes is not None:
                 more = _given_out() - self._zero - known_bytes()
-                self._zero += more if abs(more) < _HEAP_NOISE_BYTES else 0
+                self._zero += more if more < _HEAP_NOISE_BYTES else 0
             self._works = bool(or_none(self._open, kind))
 
     def _open(self, kind: str) -> bool:

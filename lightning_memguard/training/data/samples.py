@@ -26,6 +26,7 @@ from lightning_memguard.core.batch.nesting import (
     batch_size_of,
     growth_sizes,
     map_tensors,
+    object_bytes,
     shapes_of,
     tensors_in,
 )
@@ -67,6 +68,7 @@ class RunSamples:
         unit: batch sizes must be multiples of this for the loaders and their collate functions.
         ends: how many samples each loader's data without a length has, if its end was reached.
         fresh: whether each sample is made when it is asked for, so that a batch is there twice while it is collated.
+        object_bytes: of the objects that a sample is made of, without its data.
     """
 
     batches: tuple[Batches, ...]
@@ -75,6 +77,7 @@ class RunSamples:
     unit: int = 1
     ends: tuple[int | None, ...] = ()
     fresh: bool = False
+    object_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,7 @@ class LoaderSamples:
     unit: int = 1
     samples: int | None = None
     fresh: bool = False
+    object_bytes: int = 0
 
 
 def sample(info: LoaderInfo) -> RunSamples:
@@ -105,7 +109,8 @@ def sample(info: LoaderInfo) -> RunSamples:
     unit = math.lcm(info.unit, *(each.unit for each in drawn))
     batches = _combine(info, [each.batches for each in drawn])
     fresh = any(each.fresh for each in drawn)
-    return RunSamples(batches, info.batch_size or batches[0].small_size, notes, unit, ends, fresh)
+    objects = sum(each.object_bytes for each in drawn)
+    return RunSamples(batches, info.batch_size or batches[0].small_size, notes, unit, ends, fresh, objects)
 
 
 def _draw_from(info: LoaderInfo, source: Source) -> LoaderSamples:
@@ -249,7 +254,8 @@ def _largest_samples(loader: DataLoader[Any], unit: int, factor: int) -> LoaderS
     whole, multiple = sequential and all_seen and len(kept) == largest.seen, unit * multiple
     draws = CollatedDraws(largest.collate, kept, largest.largest, unit, factor, multiple, in_order, whole, stay)
     samples = largest.seen if all_seen else None
-    return LoaderSamples(replace(batches, draws=draws), note, multiple, samples, not kept_by_dataset)
+    objects = object_bytes(first) * factor // unit
+    return LoaderSamples(replace(batches, draws=draws), note, multiple, samples, not kept_by_dataset, objects)
 
 
 class _LargestSamples:

@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 # What predicts. It reads the insides of torch and Lightning, so it is imported when a run is set up, and may fail then.
 _ENGINE = "lightning_memguard.training.run.guarded_run"
 _say_once = functools.cache(say)
-_NOT_USED = ("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_train_batch_end")  # at all steps
+_WHILE_COUNTING = ("on_before_backward", "on_train_batch_end")  # skipped at other batches
+_NOT_USED = ("on_before_zero_grad", "on_after_backward", *_WHILE_COUNTING)
 
 
 def _callback_classes() -> tuple[type, ...]:
@@ -388,15 +389,22 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
         if self._run:
             self._run.start_batch(batch, batch_idx)
             self._run.check_batch("train", batch, batch_idx, trainer.num_training_batches)
-            self._skip("on_before_backward")
+            self._skip(*_WHILE_COUNTING)
             if self._run.measuring.is_counting:
-                self.__dict__.pop("on_before_backward", None)
+                for hook in _WHILE_COUNTING:
+                    self.__dict__.pop(hook, None)
 
     @_guarded
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """Count tensors afresh, if this step's are counted."""
         if self._run:
             self._run.measuring.count_backward()
+
+    @_guarded
+    def on_train_batch_end(self, trainer: Trainer, *_: object) -> None:
+        """Count no tensors while many samples are collated."""
+        if self._run:
+            self._run.measuring.end_batch(self._run.decision.batch_size)
 
     @_guarded
     def on_validation_batch_start(

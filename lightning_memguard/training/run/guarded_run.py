@@ -347,6 +347,7 @@ class GuardedRun:
     def start_epoch(self) -> None:
         """Measure each epoch by itself; what follows an epoch, such as saving a checkpoint, counts in the next."""
         self.measuring.forget_gradients()
+        self.measuring.stop_counting()
         if self._growth is not None and attempt(self._note_growth).reason:
             self._growth = None
         if self._rescuer is not None:

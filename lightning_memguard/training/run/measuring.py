@@ -19,10 +19,11 @@ from lightning_memguard.training.adapter import callbacks
 from lightning_memguard.training.facts.ranks import attempt
 
 if TYPE_CHECKING:
-    from pytorch_lightning import LightningModule, Trainer
+    from pytorch_lightning import Callback, LightningModule, Trainer
 
 _STEPS_MEASURED = 4  # optimizers stepped in turn each have a step of their own
 _BATCHES_COUNTED = 2  # of a validation; of a training, until two optimizer steps are done
+_MOST_SAMPLES_COUNTED = 256
 _MOST_BATCHES_COUNTED = 16  # a step may accumulate many
 
 
@@ -42,6 +43,7 @@ class Measuring:
         self._gradient_bytes: list[int] = []
         self.between_steps: list[tuple[int, int]] = []
         self._counted_until = 0, 0  # step and batch
+        self._pauses = False  # whether counting goes on with the next batch
         self._others = 0  # bytes that callbacks hold
         self._last: float | None = None  # when the batch before began, if what it takes counts
         self._times: tuple[float, int] = 0.0, 0  # seconds, and of how many batches
@@ -52,9 +54,8 @@ class Measuring:
 
     def start(self, *, on_host: bool) -> None:
         """Start; what the model and its optimizers hold is the training's. ``on_host``: measure the host's peak too."""
-        others = attempt(
-            lambda: callbacks.held_bytes(self._trainer.callbacks, self._module, self._device, averaging=True)
-        )  # type: ignore[attr-defined]
+        of_run: list[Callback] = self._trainer.callbacks  # type: ignore[attr-defined]
+        others = attempt(lambda: callbacks.held_bytes(of_run, self._module, self._device, averaging=True))
         self._others = others.value or 0
         self._meter.start(self._held() + self._others)
         if on_host:
@@ -89,10 +90,11 @@ class Measuring:
         if counts:
             self._count(TRAINING if trains else VALIDATION, batch)
             self._counted_until = steps + _BATCHES_COUNTED, batch_idx + _MOST_BATCHES_COUNTED
-        elif self.is_counting and (steps >= self._counted_until[0] or batch_idx >= self._counted_until[1]):
+        elif steps >= self._counted_until[0] or batch_idx >= self._counted_until[1]:
             self.stop_counting()
-        elif self.is_counting:
+        elif self.is_counting or self._pauses:
             self._count(TRAINING if trains else VALIDATION, batch)
+        self._pauses = False
 
     @property
     def is_counting(self) -> bool:
@@ -103,6 +105,12 @@ class Measuring:
         """Count afresh as a backward pass begins: earlier gradients were freed, unseen by what counts."""
         if self.is_counting:
             self._count(TRAINING)
+
+    def end_batch(self, batch_size: int) -> None:
+        """Stop counting until the next batch is there, if it is collated of many samples: each takes blocks."""
+        if batch_size > _MOST_SAMPLES_COUNTED:
+            self._pauses = self.is_counting
+            self.stop_counting()
 
     def count_hooks_of_validation(self) -> None:
         """Count what the hooks at the end of a validation take."""

@@ -38,7 +38,7 @@ from lightning_memguard.training.facts.ranks import Attempt, attempt
 from lightning_memguard.training.facts.run_facts import RunFacts
 from lightning_memguard.training.run.guard_settings import GuardSettings
 from lightning_memguard.training.strategies.sharded import Layout
-from lightning_memguard.units import format_bytes
+from lightning_memguard.units import MIB, format_bytes
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer
@@ -113,6 +113,7 @@ class RunProfile:
         kept_bytes: memory of this process that forked workers keep while training changes it.
         between: bytes on the CPU between two steps by part, without the module's own.
         collates: whether a batch is there twice while it is collated, in this process.
+        objects_per_sample: bytes of Python objects of each sample that is collated in this process, on the CPU.
         checkpoint: bytes of the host to save the weights and the optimizer state of another device.
         host: what the host offers; None on the CPU, where it is the device.
         shared: what /dev/shm offers; None without one.
@@ -131,6 +132,7 @@ class RunProfile:
     kept_bytes: int = 0
     between: tuple[tuple[str, int], ...] = ()
     collates: bool = False
+    objects_per_sample: int = 0
     checkpoint: tuple[int, int] = (0, 0)
     host: Budget | None = None
     shared: Budget | None = None
@@ -220,6 +222,12 @@ class RunProfile:
             notes = (note, *most.notes, *validation.footprint.notes)
             most = replace(validation.footprint, batch_size=batch_size, notes=notes)
         most = self.with_extra(most)
+        objects = _BATCHES_OF_OBJECTS * self.objects_per_sample * batch_size
+        if objects:
+            most = most.plus_outside(objects)
+        if objects > _WORTH_A_NOTE * most.peak_device_bytes and objects >= MIB:
+            note = f"at most, {format_bytes(objects)} are objects of the samples, which are collated in this process"
+            most = replace(most, notes=(*most.notes, note))
         return replace(most, notes=tuple(dict.fromkeys((*most.notes, *self.notes))))
 
     def saving_at(self, batch_size: int) -> Footprint | None:
@@ -336,6 +344,7 @@ class Reading:
     host: Budget | None
     shared: Budget | None
     fresh: bool
+    object_bytes: int
 
     def next_size(self, traces: Sequence[Trace]) -> int:
         """The batch size that will be chosen, as far as two traces tell: what a GPU's context takes is left out."""
@@ -401,6 +410,7 @@ def read_run(trainer: Trainer, module: LightningModule, settings: GuardSettings,
         host=host,
         shared=in_shared,
         fresh=samples.fresh,
+        object_bytes=samples.object_bytes,
     )
 
 
@@ -440,6 +450,7 @@ def profile_of(reading: Reading, captures: Captures) -> RunProfile:
         kept_bytes=_kept_by_workers(reading, between),
         between=between,
         collates=reading.fresh and not (reading.workers and reading.workers.loop) and bool(between),
+        objects_per_sample=reading.object_bytes if on_cpu and not (reading.workers and reading.workers.loop) else 0,
         checkpoint=_checkpoint_bytes(run, prediction) if reading.host else (0, 0),
         host=reading.host,
         shared=reading.shared,
@@ -573,3 +584,5 @@ def _request(
 
 
 _MOST_IN_A_BATCH = 1 << 20
+_WORTH_A_NOTE = 0.1
+_BATCHES_OF_OBJECTS = 2  # that of the batch before is freed, and may stay in glibc's heap, in pieces
