@@ -217,8 +217,8 @@ def _epochs(records: Sequence[EpochRecord]) -> str:
     narrowed = f" After the epochs before it, the last was expected to take {byte_range(*after)}." if after else ""
     sources = ", ".join(dict.fromkeys(escape(record.measured.source) for record in shown))
     return f"""<section><h2>Predicted versus measured</h2>
-<p class="sub">Measured: {sources}. The bar is the measured peak, the mark on it the predicted one.
-{narrowed}{omitted}</p>
+<p class="sub">Measured: {sources}. <span class="wide">The bar is the measured peak, the mark on it the predicted
+one.</span> {narrowed}{omitted}</p>
 <div class="scroll">{charts.table("epochs", heads, rows, "Predicted and measured peak by epoch")}</div></section>"""
 
 

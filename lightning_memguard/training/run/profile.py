@@ -175,8 +175,10 @@ class RunProfile:
         return replace(self, run=run, prediction=replace(self.prediction, program=run.program), validation=validation)
 
     def with_context(self, nbytes: int | tuple[int, int, int]) -> RunProfile:
-        """Return the profile with other bytes of the process on its device outside the allocator."""
-        return self._with_predictions(lambda each: replace(each, context_bytes=nbytes))
+        """Return the profile with other bytes of the process on its device outside the allocator; 0: of tensors alone."""
+        objects = self.objects_per_sample if nbytes else 0
+        known = replace(self, objects_per_sample=objects)
+        return known._with_predictions(lambda each: replace(each, context_bytes=nbytes))
 
     def learning(self, learned: Learned | None) -> RunProfile:
         """Return the profile with what earlier runs of its training step have measured."""

@@ -200,15 +200,29 @@ def _with_advice(error: DoesNotFitError, profile: RunProfile) -> DoesNotFitError
 
     def remedies() -> AdviceReport:
         size, budget = profile.request.smallest_batch_size, profile.budget
-        if profile.prediction.footprint_at(size).most_device_bytes <= budget.usable_bytes:
+        counted = _as_refused(profile, size)
+        if counted.prediction.footprint_at(size).most_device_bytes <= budget.usable_bytes:
             return AdviceReport(())  # another rank is too small, or validation alone does not fit
         request = replace(profile.request, batch_size=size)
-        return try_remedies(profile.prediction, size, budget, most_seconds=_ADVICE_SECONDS, request=request)
+        return try_remedies(counted.prediction, size, budget, most_seconds=_ADVICE_SECONDS, request=request)
 
     advised = attempt(remedies).value
     if not advised or not advised.advice:
         return error
     return error.with_advice(advised.advice, what_would_fit(shortlist(advised.advice), advised.not_tried))
+
+
+def _as_refused(profile: RunProfile, size: int) -> RunProfile:
+    """Return the profile with a step that takes what the error says: no range of a process, but callbacks and workers.
+
+    So the figures of the error and of its remedies add up.
+    """
+    known = profile.with_context(0) if profile.facts.device.type == "cpu" else profile
+    step, context = known.prediction.footprint_at(size), known.prediction.context_bytes
+    whole, least = known.with_extra(step), context if isinstance(context, tuple) else (context,) * 3
+    likely = whole.peak_device_bytes - step.peak_device_bytes
+    most = whole.highest.device_bytes - step.highest.device_bytes
+    return known.with_context((least[0] + min(likely, most), least[1] + likely, least[2] + max(likely, most)))
 
 
 def recheck(tuning: Tuning, others: Iterable[Callback], module: LightningModule, settings: GuardSettings) -> Tuning:
