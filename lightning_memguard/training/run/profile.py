@@ -16,6 +16,7 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_memguard.core.capture.capture import Captures
+from lightning_memguard.core.capture.holders import unregistered_tensors
 from lightning_memguard.core.capture.predict import Prediction, predict, predict_largest
 from lightning_memguard.core.capture.recorder import part_bytes
 from lightning_memguard.core.decision.decision import Budget, HostUse, LimitedBy, Request, decide, largest_that
@@ -115,6 +116,9 @@ class RunProfile:
         collates: whether a batch is there twice while it is collated, in this process.
         objects_per_sample: bytes of Python objects of each sample that is collated in this process, on the CPU.
         checkpoint: bytes of the host to save the weights and the optimizer state of another device.
+        saved_parts: parts of the training that its checkpoints hold.
+        unsaved_bytes: of the parameters and buffers, what its checkpoints do not hold.
+        notes_on_saving: what had to be assumed of its checkpoints.
         host: what the host offers; None on the CPU, where it is the device.
         shared: what /dev/shm offers; None without one.
         notes: what had to be assumed, in plain words.
@@ -134,6 +138,9 @@ class RunProfile:
     collates: bool = False
     objects_per_sample: int = 0
     checkpoint: tuple[int, int] = (0, 0)
+    saved_parts: tuple[str, ...] = ()
+    unsaved_bytes: int = 0
+    notes_on_saving: tuple[str, ...] = ()
     host: Budget | None = None
     shared: Budget | None = None
     notes: tuple[str, ...] = ()
@@ -175,10 +182,9 @@ class RunProfile:
         return replace(self, run=run, prediction=replace(self.prediction, program=run.program), validation=validation)
 
     def with_context(self, nbytes: int | tuple[int, int, int]) -> RunProfile:
-        """Return the profile with other bytes of the process on its device outside the allocator; 0: of tensors alone."""
-        objects = self.objects_per_sample if nbytes else 0
-        known = replace(self, objects_per_sample=objects)
-        return known._with_predictions(lambda each: replace(each, context_bytes=nbytes))
+        """Return the profile with other bytes of the process on its device outside the allocator; 0: tensors alone."""
+        changed = self._with_predictions(lambda each: replace(each, context_bytes=nbytes))
+        return changed if nbytes else replace(changed, objects_per_sample=0)
 
     def learning(self, learned: Learned | None) -> RunProfile:
         """Return the profile with what earlier runs of its training step have measured."""
@@ -238,17 +244,19 @@ class RunProfile:
         Lightning writes a checkpoint to a buffer of the host first, at the end of an epoch or of a step; a thread does
         it from a copy on the device, while training goes on. Checked on 2.5.0 (which made no such copy) to 2.6.6.
         """
-        saved, step = callbacks.saved_parts(self.facts), self.prediction.footprint_at(batch_size)
+        saved, step = self.saved_parts, self.prediction.footprint_at(batch_size)
         copies = callbacks.copies_saved(self.facts)
         if saved and copies and not self.run.program.layout:
             buffers = 1 if self.facts.device.type == "cpu" else 0
-            copied = sum(step.parts.get(part, 0) for part in saved) * (copies + buffers)
+            content = sum(step.parts.get(part, 0) for part in saved) - self.unsaved_bytes
+            copied = max(0, content) * (copies + buffers)
             return replace(self.with_extra(step.plus(copied, "checkpoint")), phase="checkpoint")
         if not saved or not self.between:
             return None
         parts = self._between_steps(step, "checkpoint").parts
-        buffer = sum(parts.get(part, 0) for part in saved)
-        return self.with_extra(self._between_steps(step, "checkpoint", checkpoint=buffer))
+        buffer = max(0, sum(parts.get(part, 0) for part in saved) - self.unsaved_bytes)
+        saving = self.with_extra(self._between_steps(step, "checkpoint", checkpoint=buffer))
+        return replace(saving, notes=(*saving.notes, *self.notes_on_saving))
 
     def _between_steps(self, step: Footprint, phase: str, **more: int) -> Footprint:
         """The memory between two steps on the CPU, with ``more`` by part."""
@@ -441,6 +449,10 @@ def profile_of(reading: Reading, captures: Captures) -> RunProfile:
     trace, plain = next(iter(prediction.traces.values()), None), not (run.program.layout or prediction.kinds)
     on_cpu = trace is not None and plain and run.facts.device.type == "cpu" and run.program.trains
     between = tuple(_alive_between_steps(trace, gradients=True)) if on_cpu and trace else ()
+    module = run.program.module
+    saved = callbacks.saved_parts(run.facts, module)
+    unsaved = callbacks.unsaved_bytes(module, "cpu") if saved and not run.program.layout else 0
+    savers = ", ".join(callbacks.hooks_that_save(run.facts, module)) if saved else ""
     return RunProfile(
         run,
         prediction,
@@ -453,7 +465,10 @@ def profile_of(reading: Reading, captures: Captures) -> RunProfile:
         between=between,
         collates=reading.fresh and not (reading.workers and reading.workers.loop) and bool(between),
         objects_per_sample=reading.object_bytes if on_cpu and not (reading.workers and reading.workers.loop) else 0,
-        checkpoint=_checkpoint_bytes(run, prediction) if reading.host else (0, 0),
+        checkpoint=_checkpoint_bytes(run, prediction, saved, unsaved) if reading.host else (0, 0),
+        saved_parts=saved,
+        unsaved_bytes=unsaved,
+        notes_on_saving=(f"{savers} saves a checkpoint, whose buffer in memory is included",) if savers else (),
         host=reading.host,
         shared=reading.shared,
         notes=(*reading.notes, *notes),
@@ -479,14 +494,15 @@ def _kept_by_workers(reading: Reading, between: Sequence[tuple[str, int]]) -> in
     return kept
 
 
-def _checkpoint_bytes(run: Run, training: Prediction) -> tuple[int, int]:
+def _checkpoint_bytes(run: Run, training: Prediction, saved: Sequence[str], unsaved: int) -> tuple[int, int]:
     """Bytes of the host for saving weights and optimizer state: a buffer, and under sharding what is gathered first."""
-    saved, trace = callbacks.saved_parts(run.facts), next(iter(training.traces.values()), None)
+    trace = next(iter(training.traces.values()), None)
     layout = run.program.layout
     if not saved or trace is None or (layout and layout.saves_shards):
         return 0, 0
     model = run.program.module
-    weights = part_bytes({"model": [*model.parameters(), *model.buffers()]}, "cpu")["model"]
+    own_tensors = [*model.parameters(), *model.buffers(), *unregistered_tensors(model)]
+    weights = max(0, part_bytes({"model": own_tensors}, "cpu")["model"] - unsaved)
     step = training.footprint_at(trace.batch_size)
     own = max(1, step.parts["parameters"] + step.parts["buffers"])
     state = sum(nbytes for part, nbytes in _alive_between_steps(trace, gradients=False) if part in saved)
@@ -507,7 +523,9 @@ def _why_one_size(prediction: Prediction, *, asked: bool) -> str:
 
 def _budget(module: LightningModule, facts: RunFacts, settings: GuardSettings) -> tuple[Budget, int]:
     """Read the budget, and this training's bytes that are there already: these are predicted, so they count as free."""
-    held = part_bytes({"model": [*module.parameters(), *module.buffers()]}, facts.device.type)["model"]
+    unregistered = unregistered_tensors(module) if facts.device.type == "cpu" else ()
+    own = [*module.parameters(), *module.buffers(), *unregistered]
+    held = part_bytes({"model": own}, facts.device.type)["model"]
     held += callbacks.held_bytes(facts.callbacks, module, facts.device, averaging=True)
     margin, given = settings.margin, settings.budget_bytes
     if facts.device.type == "cpu" and settings.host_budget_bytes is not None:
