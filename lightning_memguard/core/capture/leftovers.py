@@ -12,8 +12,9 @@ from torch.optim import Optimizer
 
 from lightning_memguard.core.capture.recorder import Recorder
 from lightning_memguard.core.isolation.pool import in_child
-from lightning_memguard.units import format_bytes
+from lightning_memguard.units import MIB, format_bytes
 
+WORTH_A_NOTE = MIB  # less is not named, and counts all the same
 _MOST_RISING = 6
 _RISE = 1.02  # if sizes depend on values, they differ a little as the weights do
 
@@ -112,6 +113,8 @@ class Garbage:
             return
         self._recorder.expect(self._bytes, "activations")
         self._recorder.expect((_BATCHES_OF_GARBAGE - 1) * self._bytes, "activations", at_most=True)
+        if _BATCHES_OF_GARBAGE * self._bytes < WORTH_A_NOTE:
+            return
         self._recorder.assumptions[
             f"each batch leaves {format_bytes(self._bytes)} in reference cycles of Python objects that wait for the "
             f"garbage collector; at most, those of {_BATCHES_OF_GARBAGE} batches are counted. `gc.collect()` after a "

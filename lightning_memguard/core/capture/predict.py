@@ -28,6 +28,7 @@ from lightning_memguard.core.capture.capture import (
     needs_values_later,
     trusted_child,
 )
+from lightning_memguard.core.capture.leftovers import WORTH_A_NOTE
 from lightning_memguard.core.capture.program import Program, device_to_run_on
 from lightning_memguard.core.device.host import available_memory
 from lightning_memguard.core.device.speed import cpu_speed, speed_of
@@ -244,6 +245,8 @@ class Prediction:
                 )
             least = self.footprint_of(self.floor.at(batch_size)).lowest if self.floor else most.lowest
             most = most.widened(least) if least.allocated_bytes < most.lowest.allocated_bytes else most
+            if self.floor and most.peak_allocated_bytes - most.lowest.allocated_bytes < WORTH_A_NOTE:
+                most = replace(most, notes=tuple(note for note in most.notes if ASSUMED not in note))
             if batch_size in self.guessed or (self.stopped and batch_size not in self._captured_sizes):
                 most = self._with_doubt(most)
             if self.stopped and self._is_of_one_draw:
@@ -394,7 +397,7 @@ def _with_range(most: Footprint, found: Sequence[Footprint], ceiling: Footprint 
         return most
     seen = [format_bytes(of(each.allocated_bytes for each in points)) for of in (min, max)]
     note = f"the memory of a step depends on its batch: {seen[0]} to {seen[1]} in those drawn; the most is predicted"
-    return replace(wide, notes=(*most.notes, *([note] if seen[0] != seen[1] else [])))
+    return replace(wide, notes=(*most.notes, *([note] if spread[0] >= WORTH_A_NOTE else [])))
 
 
 _NOT_UNFROZEN = (
@@ -699,7 +702,10 @@ def _sampled(captures: Captures, worst: Prediction, batch_size: int) -> Predicti
         found, most = sampled.footprint_at(likely), worst.footprint_at(likely)
     except CannotTraceError:
         return None
-    return sampled if most.highest.allocated_bytes > _CLEARLY * found.peak_allocated_bytes else None
+    if most.highest.allocated_bytes <= _CLEARLY * found.peak_allocated_bytes:
+        return None
+    is_small = most.highest.allocated_bytes - found.peak_allocated_bytes < WORTH_A_NOTE
+    return replace(sampled, notes=worst.notes) if is_small else sampled
 
 
 def _with_least(captures: Captures, worst: Prediction) -> Prediction:
