@@ -50,6 +50,12 @@ class DoesNotFitError(MemGuardError):
             todo = f" {self.rule_of_thumb}, or {self.way_out}." if self.rule_of_thumb else ""
         return f"{where}{super().__str__()}{todo}" + (f"\n{self.advice_text}" if self.advice_text else "")
 
+    def led_by(self, text: str) -> DoesNotFitError:
+        """Return the error with a sentence before its own."""
+        other = copy(self)
+        other.args = (f"{text} {super().__str__()}",)
+        return other
+
     def with_advice(self, advice: tuple[object, ...], text: str = "") -> DoesNotFitError:
         """Return the error with ``advice``, written out as ``text``, in place of the rule of thumb."""
         other = copy(self)

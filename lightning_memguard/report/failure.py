@@ -10,7 +10,7 @@ from lightning_memguard.core.decision.record import AFTER, Measured
 from lightning_memguard.core.device.host import MemoryInfo
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.core.replay.timeline import LineShare
-from lightning_memguard.core.trace.kept import Kept, places
+from lightning_memguard.core.trace.kept import Kept, places, remedy
 from lightning_memguard.core.trace.trace import Shapes
 from lightning_memguard.report.words import at_size, counted, measured_words, part_words, peak_words, size_of
 from lightning_memguard.units import MIB, format_bytes
@@ -190,9 +190,7 @@ def kept_words(decision: Decision) -> str:
     ended = f"; the memory of {'the host' if kept[0].on_host else budget.device} ends {moment}."
     if not places(named[:1]):
         return f"{begun}, in Python objects of the process{ended}"
-    keep = "`.detach()` what is kept, which holds its graph" if named[0].has_graph else "Keep less there (`.item()`)"
-    keep = "Give that cache a `maxsize`" if named[0].holder.startswith("the cache of") else keep
-    return f"{begun}{places(named)}{ended} {keep}, or clear it at the end of each epoch."
+    return f"{begun}{places(named)}{ended} {remedy(named[0])}, or clear it at the end of each epoch."
 
 
 @dataclass(frozen=True)

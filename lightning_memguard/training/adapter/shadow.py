@@ -35,7 +35,7 @@ from lightning_memguard.core.capture.program import Program
 from lightning_memguard.core.capture.recorder import Recorder, gradients_of, refuse_sparse
 from lightning_memguard.core.foreign import patched
 from lightning_memguard.core.gpus import Gpu
-from lightning_memguard.core.trace.kept import Kept, places
+from lightning_memguard.core.trace.kept import RETURNED, Kept, places
 from lightning_memguard.training.adapter import stand_ins
 from lightning_memguard.training.adapter.callbacks import Average, Pruner
 from lightning_memguard.training.adapter.metrics import compute_over_epoch
@@ -412,7 +412,7 @@ class PhaseMarkerMixin:
             self.recorder.assumptions[f"{each}; what an epoch leaves is included"] = None
 
     def name_what_is_left(self, steps: range, pl_module: LightningModule) -> None:
-        if self.program.stage in ("fit", "validate"):
+        if self.program.stage in ("fit", "validate", "predict"):
             with self.recorder.paused(), torch._C.DisableTorchFunction():
                 self.recorder.kept = attempt(lambda: self.find_kept(steps, pl_module)).value or ()
 
@@ -428,8 +428,9 @@ class PhaseMarkerMixin:
                 nbytes, line = missing.pop(address)
                 lines.setdefault(holder, Counter())[line] += nbytes
                 graphs |= {holder} if in_graph else set()
+        predicts = self.program.stage == "predict" and self.program.trainer.predict_loop.return_predictions
         for nbytes, line in missing.values():
-            lines.setdefault(Holder(""), Counter())[line] += nbytes
+            lines.setdefault(Holder(RETURNED if predicts else ""), Counter())[line] += nbytes
         found = []
         for holder, made in lines.items():
             use = _use_of(holder, module, others)
