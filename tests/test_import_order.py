@@ -132,6 +132,7 @@ ROOMS = {
         "loader_access",
         "callbacks",
         "metrics",
+        "epoch_end",
         "stand_ins",
         "shadow",
         "program",

@@ -432,7 +432,9 @@ _RULES_OF_THUMB = {
 
 def _does_not_fit(footprint: Footprint, budget: Budget, request: Request) -> DoesNotFitError:
     need, usable, part = footprint.most_device_bytes, budget.usable_bytes, footprint.largest_part
-    outside, where = footprint.outside_bytes, f" in {footprint.phase}" if footprint.is_evaluation else ""
+    outside, where = footprint.outside_bytes, ""
+    if footprint.is_evaluation:
+        where = f" in {footprint.phase}{footprint.module and f' ({footprint.module})'}"
     largest = f"{part.replace('_', ' ')}, {format_bytes(footprint.parts[part])}"
     if outside > footprint.parts[part]:
         part, largest = CONTEXT, f"the device's context and libraries, {format_bytes(outside)}"

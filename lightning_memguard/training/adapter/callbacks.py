@@ -250,7 +250,10 @@ _LATER_HOOKS = (
     *("on_train_epoch_start", "on_train_epoch_end", "on_train_batch_start", "on_train_batch_end"),
     *("on_validation_epoch_end", "on_validation_end"),
 )
-_COMPUTES = ("no_grad", "inference_mode", "eval", "backward", "deepcopy", "forward", "predict_step", "topk", "sample")
+_COMPUTES = (
+    *("no_grad", "inference_mode", "eval", "backward", "deepcopy", "forward", "predict_step", "topk", "sample"),
+    *("cat", "concat", "stack", "vstack", "hstack"),  # which join what was collected
+)
 _UNFREEZES = ("requires_grad", "requires_grad_", "unfreeze")
 
 

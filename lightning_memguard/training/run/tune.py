@@ -237,9 +237,13 @@ def _what_is_left(profile: RunProfile, size: int, needed_bytes: int) -> str:
             info, batch = validation, profile.validation.batch_size if profile.validation else validation.batch_size
         of_epoch[each] = each.bytes_at(batch) * (batches_taken(facts, info, batch) or 0)
     most = max(of_epoch, key=of_epoch.__getitem__, default=None)
-    if most is None or 2 * of_epoch[most] < needed_bytes:
+    copied = profile.validation is not None and profile.validation.footprint.module.endswith("_epoch_end")
+    if most is None or (_COPIED_TIMES if copied else 2) * of_epoch[most] < needed_bytes:
         return ""
     return left_words(most, format_bytes(of_epoch[most]))
+
+
+_COPIED_TIMES = 8  # what a hook joins, and computes of it, is several times what was left
 
 
 def _as_refused(profile: RunProfile, size: int) -> RunProfile:
