@@ -68,6 +68,10 @@ class TensorCounter:
         self.flush()
         self._fresh.clear()
 
+    def be_due(self) -> None:
+        """Let the next windows open, whatever time windows have taken."""
+        self._opened.clear()
+
     def flush(self) -> None:
         """Count what an open window has seen so far."""
         if self._kind is not None:

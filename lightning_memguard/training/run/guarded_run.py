@@ -20,7 +20,14 @@ from lightning_memguard.core.replay.snapshot import save_snapshot
 from lightning_memguard.core.trace.kept import MOST_EPOCHS
 from lightning_memguard.errors import MemGuardError
 from lightning_memguard.report.decision_table import evaluation_text, last_line, setup_text, warning_of, why
-from lightning_memguard.report.failure import announcement, kept_words, note, overrun_words, refusal_words
+from lightning_memguard.report.failure import (
+    announcement,
+    kept_words,
+    note,
+    overrun_words,
+    refusal_words,
+    steps_explain,
+)
 from lightning_memguard.report.loggers import Boards
 from lightning_memguard.report.page import PAGE_NAME, Page, write_report
 from lightning_memguard.report.page_data import Report
@@ -49,6 +56,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_STEPS_TO_LOOK_AT = 3
 _MOST_PARTS = 4  # shown of a footprint, notes among them: twelve lines for a fit
 
 
@@ -90,6 +98,7 @@ class GuardedRun:
             self.measuring.watch_children()
         self._growth: GrowthWatch | None = None
         self._measures = False
+        self._looks_again_at: int | None = None  # the batch before which the peak is compared again
         self._checks_peak = self.device.type == "cpu"  # a GPU's allocator holds no more than the device has
 
     @property
@@ -302,21 +311,25 @@ class GuardedRun:
         """Record the actual step if a snapshot of it was asked for; warn of a run that has passed its budget."""
         if self._recorder is not None and not self._recorder.goes_on():
             self._end_recording()
-        if batch_idx.bit_count() == 1:  # 1, 2, 4, 8, ...: early, and at no cost
+        if batch_idx.bit_count() == 1 or batch_idx == self._looks_again_at:  # 1, 2, 4, 8, ...: early, and at no cost
             self.measuring.note_held()
             if self._checks_peak and batch_idx > 1:
-                self._warn_of_overrun(self.measuring.peak(), batch)
+                self._warn_of_overrun(self.measuring.peak(), batch, batch_idx)
 
     def _end_recording(self) -> None:
         recorder, self._recorder = self._recorder, None
         if recorder is not None:
             self._try_writing("snapshot", recorder.close)
 
-    def _warn_of_overrun(self, measured: Measured, batch: object = None) -> None:
+    def _warn_of_overrun(self, measured: Measured, batch: object = None, batch_idx: int | None = None) -> None:
         footprint, budget, watch = self.decision.footprint, self.decision.budget, self._watches.get("train")
         if footprint is None or budget is None or watch is None or not self.decision.fits:
             return
         if self._checks_peak and measured.taken_bytes > budget.free_bytes:
+            if batch_idx is not None and self._looks_again_at is None and not steps_explain(footprint, measured):
+                self._looks_again_at = batch_idx + _STEPS_TO_LOOK_AT
+                self.measuring.count_again()
+                return
             self._checks_peak = False
             kept = self.decision.kept if self.decision.runs_out_at else ()
             size = None if kept else attempt(lambda: size_within_budget(watch, footprint, measured)).value

@@ -43,6 +43,7 @@ class Measuring:
         self._gradient_bytes: list[int] = []
         self.between_steps: list[tuple[int, int]] = []
         self._counted_until = 0, 0  # step and batch
+        self._again = False  # whether the next batch is counted in any case
         self._pauses = False  # whether counting goes on with the next batch
         self._others = 0  # bytes that callbacks hold
         self._last: float | None = None  # when the batch before began, if what it takes counts
@@ -83,7 +84,8 @@ class Measuring:
             if batch_idx > 1 and batch_idx.bit_count() == 1:
                 self._children.read_pages()
         if self._meter.tensors is not None:
-            self._count_at(batch, batch_idx, trains=trains, counts=batch_idx == 0 or last or largest)
+            again, self._again = self._again, False
+            self._count_at(batch, batch_idx, trains=trains, counts=batch_idx == 0 or last or largest or again)
 
     def _count_at(self, batch: object, batch_idx: int, *, trains: bool, counts: bool) -> None:
         steps = self._trainer.global_step if trains else batch_idx
@@ -105,6 +107,12 @@ class Measuring:
         """Count afresh as a backward pass begins: earlier gradients were freed, unseen by what counts."""
         if self.is_counting:
             self._count(TRAINING)
+
+    def count_again(self) -> None:
+        """Count the tensors of the next steps: the process took more than those that were counted explain."""
+        if self._meter.tensors is not None:
+            self._meter.tensors.be_due()
+            self._again = True
 
     def end_batch(self, batch_size: int) -> None:
         """Stop counting until the next batch is there, if it is collated of many samples: each takes blocks."""
