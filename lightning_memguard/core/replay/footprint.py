@@ -218,6 +218,11 @@ class Footprint(Shown):
             doubts=tuple(doubt.plus(nbytes.low, nbytes.high) for doubt in doubts),
         )
 
+    def plus_outside(self, most_bytes: int) -> Footprint:
+        """The footprint with memory outside of the allocator, of which only the most is known."""
+        peak = self.highest
+        return self.doubted("process", replace(peak, device_bytes=peak.device_bytes + most_bytes))
+
     def save_snapshot(self, path: str | os.PathLike[str]) -> Path:
         """Write the predicted step as a PyTorch memory snapshot, see `lightning_memguard.core.replay.snapshot`.
 

@@ -13,6 +13,7 @@ from lightning_memguard.core.range import Range
 from lightning_memguard.core.trace.kept import Kept
 from lightning_memguard.core.trace.scratch import Block, Moment, Plans, Scratch, likely_bytes
 from lightning_memguard.core.trace.work import TRANSFER, Work
+from lightning_memguard.units import MIB
 
 Action = Literal["alloc", "free"]
 
@@ -66,6 +67,14 @@ class Note(str):
     def __reduce__(self) -> tuple[type[Note], tuple[str, str]]:
         return Note, (self.kind, str(self))
 
+
+def is_note(note: str, kind: NoteKind) -> bool:
+    """Whether an assumption is of a kind."""
+    return isinstance(note, Note) and note.kind == kind
+
+
+WORTH_A_NOTE = MIB
+"""Less is not named, and counts all the same."""
 
 CASES = ("low", "point", "high")
 """Sizes (at least, most likely, at most) of a block that is not known exactly, such as a convolution's workspace."""
@@ -171,7 +180,7 @@ class Trace:
 
     def has_note(self, kind: NoteKind) -> bool:
         """Whether one of its notes is of a kind."""
-        return any(isinstance(note, Note) and note.kind == kind for note in self.notes)
+        return any(is_note(note, kind) for note in self.notes)
 
     def only(self, case: str) -> Trace:
         """The events of one of `CASES`; the same trace if nothing is uncertain."""

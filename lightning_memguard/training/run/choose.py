@@ -348,7 +348,7 @@ def _with_setting_note(footprint: Footprint, prediction: Curve) -> Footprint:
         return footprint
     text, saved = known
     now, need = (format_bytes(footprint.most_device_bytes - less) for less in (0, saved))
-    note = f"with {VARIABLE}={text} in the environment, the same step needs {need} instead of {now}"
+    note = f"with {VARIABLE}={text} in the environment, the same step needs at most {need} instead of {now}"
     return replace(footprint, notes=(*footprint.notes, note))
 
 

@@ -22,7 +22,14 @@ from lightning_memguard.core.replay.snapshot import save_snapshot
 from lightning_memguard.core.trace.kept import MOST_EPOCHS
 from lightning_memguard.errors import MemGuardError
 from lightning_memguard.report.decision_table import evaluation_text, last_line, setup_text, warning_of
-from lightning_memguard.report.failure import announcement, kept_words, note, overrun_words, snapshot_words
+from lightning_memguard.report.failure import (
+    announcement,
+    kept_words,
+    note,
+    overrun_words,
+    snapshot_words,
+    steps_explain,
+)
 from lightning_memguard.report.loggers import Boards
 from lightning_memguard.report.page import PAGE_NAME, Page, write_report
 from lightning_memguard.report.page_data import Report
@@ -51,6 +58,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_STEPS_TO_LOOK_AT = 3
 _MOST_PARTS = 4  # shown of a footprint, notes among them: twelve lines for a fit
 
 
@@ -92,6 +100,8 @@ class GuardedRun:
         if self.decision.host:
             self.measuring.watch_children()
         self._growth: GrowthWatch | None = None
+        self._measures = False
+        self._looks_again_at: int | None = None  # the batch before which the peak is compared again
         self._checks_peak = self.device.type == "cpu"  # a GPU's allocator holds no more than the device has
 
     @property
@@ -299,20 +309,29 @@ class GuardedRun:
         return Offloading(*things, self._warn_on_any_rank, settings.offload)
 
     def start_measuring(self) -> None:
-        """Start measuring; what the model and its optimizers hold by now is the training's."""
+        """Start measuring, before the sanity check; what the model and its optimizers hold is the training's."""
+        profile = self.tuning.profile
+        if profile is None or self._measures:
+            return
+        if not self._is_applied(profile):
+            self._recheck()  # as no loader has been rewritten, which triggers it
+        host = self.decision.host
+        self._measures = True
+        self.measuring.start(on_host=bool(host and host.budget))
+
+    def watch_growth(self) -> None:
+        """Watch what grows from epoch to epoch: the training begins."""
         profile = self.tuning.profile
         if profile is None:
             return
-        if not (self.settings.mode == "tune" and profile.request.free_to_choose):
-            self._recheck()  # as no loader has been rewritten, which triggers it
-        host = self.decision.host
-        self.measuring.start(trains=self.trains, on_host=bool(host and host.budget))
-        if self.trains:
-            infos = filter(None, (profile.loader_info, profile.run.validation_info))
-            loaders = (loader for info in infos for source in info.sources for loader in source.held)
-            datasets = [getattr(loader, "dataset", None) for loader in loaders]
-            others = [*self.trainer.callbacks, profile.facts.datamodule, *datasets]  # type: ignore[attr-defined]
-            self._growth = attempt(lambda: GrowthWatch(self.device, self.module, others)).value
+        infos = filter(None, (profile.loader_info, profile.run.validation_info))
+        loaders = (loader for info in infos for source in info.sources for loader in source.held)
+        datasets = [getattr(loader, "dataset", None) for loader in loaders]
+        others = [*self.trainer.callbacks, profile.facts.datamodule, *datasets]  # type: ignore[attr-defined]
+        self._growth = attempt(lambda: GrowthWatch(self.device, self.module, others)).value
+
+    def _is_applied(self, profile: RunProfile) -> bool:
+        return self.settings.mode == "tune" and profile.request.free_to_choose
 
     def _watch_batches(self, profile: RunProfile) -> None:
         runs = {"train" if self.trains else "val": (profile.step, self._size_now)}
@@ -333,44 +352,52 @@ class GuardedRun:
 
     # -- at each batch
 
-    def start_batch(self, batch_idx: int) -> None:
+    def start_batch(self, batch: object, batch_idx: int) -> None:
         """Record the actual step if a snapshot of it was asked for; warn of a run that has passed its budget."""
         if self._recorder is not None and not self._recorder.goes_on():
             self._end_recording()
-        if batch_idx.bit_count() == 1:  # 1, 2, 4, 8, ...: early, and at no cost
+        if batch_idx.bit_count() == 1 or batch_idx == self._looks_again_at:  # 1, 2, 4, 8, ...: early, and at no cost
             self.measuring.note_held()
             if self._checks_peak and batch_idx > 1:
-                self._warn_of_overrun(self.measuring.peak())
+                self._warn_of_overrun(self.measuring.peak(), batch, batch_idx)
 
     def _end_recording(self) -> None:
         recorder, self._recorder = self._recorder, None
         if recorder is not None:
             self._try_writing("snapshot", recorder.close)
 
-    def _warn_of_overrun(self, measured: Measured) -> None:
+    def _warn_of_overrun(self, measured: Measured, batch: object = None, batch_idx: int | None = None) -> None:
         footprint, budget, watch = self._footprint_now, self.decision.budget, self._watches.get("train")
         if footprint is None or budget is None or watch is None or not self.decision.fits:
             return
-        if self._checks_peak and measured.peak_bytes > budget.free_bytes:
+        if self._checks_peak and measured.taken_bytes > budget.free_bytes:
+            if batch_idx is not None and self._looks_again_at is None and not steps_explain(footprint, measured):
+                self._looks_again_at = batch_idx + _STEPS_TO_LOOK_AT
+                self.measuring.count_again()
+                return
             self._checks_peak = False
             kept = self.decision.kept if self.decision.runs_out_at else ()
             size = None if kept else attempt(lambda: size_within_budget(watch, footprint, measured)).value
-            self._warn(overrun_words(footprint, measured, budget, size, watch.largest and watch.largest[0], kept))
+            larger, outside = watch.largest and watch.largest[0], self.measuring.outside_tensors(batch)
+            self._warn(overrun_words(footprint, measured, budget, size, larger, kept, outside, watch.shapes_seen))
 
-    def check_batch(self, role: str, batch: object, batch_idx: int) -> None:
-        """Return to the system what collating a batch has freed; warn of a batch that is larger than predicted."""
+    def check_batch(self, role: str, batch: object, batch_idx: int, batches: float) -> None:
+        """Return to the system what collating a batch has freed; warn of a batch that is larger than predicted.
+
+        ``batches`` there are in all.
+        """
         if self._trim is not None:
             self._trim()
-        self.measuring.at_batch(batch_idx, trains=role == "train")
-        watch = self._watches.get(role)
+        watch, larger = self._watches.get(role), None
+        try:
+            larger = watch.larger(batch) if watch else None
+        except Exception:  # noqa: BLE001 - a batch that cannot be examined is trained on all the same
+            watch = self._watches[role] = None
+        last, trains, largest = batch_idx + 1 == batches, role == "train", bool(watch and watch.is_largest)
+        self.measuring.at_batch(batch, batch_idx, trains=trains, last=last, largest=largest)
+        offloading = self._offloading if trains else None
         if watch is None:
             return
-        try:
-            larger = watch.larger(batch)
-        except Exception:  # noqa: BLE001 - a batch that cannot be examined is trained on all the same
-            self._watches[role] = None
-            return
-        offloading = self._offloading if role == "train" else None
         if offloading is None:
             if larger is not None:
                 self._warn(announcement(larger, role, batch_idx))
@@ -385,10 +412,9 @@ class GuardedRun:
     def start_epoch(self) -> None:
         """Measure each epoch by itself; what follows an epoch, such as saving a checkpoint, counts in the next."""
         self.measuring.forget_gradients()
+        self.measuring.stop_counting()
         if self._growth is not None and attempt(self._note_growth).reason:
             self._growth = None
-        if not self.records:
-            self.measuring.restart()
         if self._offloading is not None:
             self._offloading.steps = 0
         forget_logged(self.trainer)
@@ -399,7 +425,7 @@ class GuardedRun:
         last, steps, of_epoch = trainer.max_epochs, trainer.max_steps, self.decision.steps_per_epoch
         if budget is None or watch is None:
             return
-        peak = self.records[-1].measured.peak_bytes if self.records else 0
+        peak = self.records[-1].measured.taken_bytes if self.records else 0
         epochs = MOST_EPOCHS if last is None or last < 0 else last
         if steps > 0 and of_epoch:
             epochs = min(epochs, math.ceil(steps / of_epoch))
@@ -419,6 +445,7 @@ class GuardedRun:
         record = self._record()
         if record is None:
             return
+        self.measuring.count_hooks_of_epoch()
         self.records.append(record)
         attempt(lambda: self._remember(record))
         self.measuring.restart()
@@ -453,6 +480,8 @@ class GuardedRun:
         if footprint is None or decision.budget is None:
             return None
         measured, budget = self.measuring.peak_by_part(), decision.budget
+        if footprint.phase == "checkpoint":
+            measured = measured.of_process()
         measured = replace(measured, step_seconds=self.measuring.step_seconds)
         epoch, size = self.trainer.current_epoch, self._size_now
         offers = budget.free_bytes, budget.margin_bytes
@@ -469,11 +498,7 @@ class GuardedRun:
     def summarize(self) -> None:
         """Print how close the prediction came; what the last epoch has left to be saved counts too."""
         if self.trains and self.records:
-            measured, last = self.measuring.peak_by_part(), self.records[-1].measured
-            if measured.peak_bytes > last.peak_bytes:
-                measured = replace(measured, alloc_retries=last.alloc_retries, ooms=last.ooms)
-                measured = replace(measured, step_seconds=last.step_seconds)
-                self.records[-1] = replace(self.records[-1], measured=measured)
+            self.records[-1] = self.records[-1].with_what_followed(self.measuring.peak_by_part())
         if self.records and self.trainer.is_global_zero:
             page = self._write_page()
             say(f"{last_line(self.records)}{f' Full report: {page}' if page else ''}")

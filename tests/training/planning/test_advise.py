@@ -541,8 +541,34 @@ def test_a_setting_of_the_allocator_is_named_with_the_batch_sizes_that_fit() -> 
 def test_a_setting_that_saves_much_is_noted_where_the_size_is_chosen() -> None:
     known = Curve(Terms(AllocatorSettings()), "fake", captured={8: (fragmenting(),)}, scalable=False)
     (note,) = choose_module._with_setting_note(known.footprint_at(8), known).notes
-    words = "the same step needs 120.0 MiB instead of 220.0 MiB"
+    words = "the same step needs at most 120.0 MiB instead of 220.0 MiB"
     assert note == f"with PYTORCH_ALLOC_CONF=expandable_segments:True in the environment, {words}"
     grown = Trace(8, "cuda", "fake", (Event("alloc", 0, 100 * MIB),))
     known = Curve(Terms(AllocatorSettings()), "fake", captured={8: (grown,)}, scalable=False)
     assert choose_module._with_setting_note(known.footprint_at(8), known).notes == ()
+
+
+def test_the_figures_of_a_refusal_and_of_its_remedies_add_up(tmp_path):
+    """What a remedy needs and what it saves is what the error says that the step needs."""
+
+    class Wide(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(6)))
+
+        def training_step(self, batch, _):
+            return self.net(batch[0]).sum()
+
+        def configure_optimizers(self):
+            return torch.optim.Adam(self.parameters())
+
+    data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.rand(64, 1024)), batch_size=8)
+    trainer = pl.Trainer(
+        max_epochs=1, accelerator="cpu", logger=False, default_root_dir=tmp_path, callbacks=[MemGuard(budget="80MiB")]
+    )
+    with pytest.raises(DoesNotFitError) as caught:
+        trainer.fit(Wide(), data)
+    error = caught.value
+    assert error.advice
+    for each in error.advice:
+        assert each.footprint.most_device_bytes + each.saved_bytes == error.needed_bytes
