@@ -43,20 +43,23 @@ class _Terms:
     extra: tuple[tuple[str, int], ...]
     context_bytes: int | tuple[int, int, int]
     learned: Learned | None
+    objects_per_sample: int
 
     @classmethod
     def of(cls, profile: RunProfile) -> _Terms:
         validation = profile.validation
         size, step = validation.batch_size if validation else None, profile.prediction
         extra = tuple(profile.extra.items())
-        return cls(profile.budget, profile.request, size, extra, step.context_bytes, step.learned)
+        known = profile.budget, profile.request, size, extra
+        return cls(*known, step.context_bytes, step.learned, profile.objects_per_sample)
 
     def applied_to(self, profile: RunProfile) -> RunProfile:
         validation = profile.validation
         if validation is not None and self.validation_batch_size is not None:
             validation = replace(validation, batch_size=self.validation_batch_size)
         asked = replace(profile, budget=self.budget, request=self.request, extra=dict(self.extra))
-        return replace(asked, validation=validation).with_context(self.context_bytes).learning(self.learned)
+        asked = replace(asked, validation=validation, objects_per_sample=self.objects_per_sample)
+        return asked.with_context(self.context_bytes).learning(self.learned)
 
 
 class Planner:
