@@ -215,9 +215,8 @@ class RunProfile:
         return replace(self, prediction=self.step.extended_to(batch_size))
 
     def with_context(self, nbytes: Range[int]) -> RunProfile:
-        """Return the profile with other bytes of the process on its device outside the allocator: none with nothing."""
-        changed = self._with_predictions(lambda each: each.on_terms(context_bytes=nbytes))
-        return changed if nbytes else replace(changed, objects_per_sample=0)
+        """Return the profile with other bytes of the process on its device outside the allocator."""
+        return self._with_predictions(lambda each: each.on_terms(context_bytes=nbytes))
 
     def learning(self, learned: Learned | None) -> RunProfile:
         """Return the profile with what earlier runs of its training step have measured."""
@@ -261,9 +260,7 @@ class RunProfile:
             notes = (note, *most.notes, *validation.footprint.notes)
             most = replace(validation.footprint, batch_size=batch_size, notes=notes)
         most = self.with_extra(most)
-        objects = _BATCHES_OF_OBJECTS * self.objects_per_sample * batch_size
-        if objects:
-            most = most.plus_outside(objects)
+        objects = self._object_bytes(batch_size)
         if objects > _WORTH_A_NOTE * most.peak_device_bytes and objects >= MIB:
             note = f"at most, {format_bytes(objects)} are objects of the samples, which are collated in this process"
             most = replace(most, notes=(*most.notes, note))
@@ -309,14 +306,18 @@ class RunProfile:
         )
 
     def with_extra(self, footprint: Footprint) -> Footprint:
-        """A footprint with what was found after the steps were predicted; on the CPU, with what workers take."""
+        """A footprint with what was found after the steps were predicted; on the CPU, with workers and objects."""
         for part, nbytes in self.extra.items():
             footprint = footprint.plus(nbytes, part)
         if self.workers and not self.host:
             ahead = self.workers.ahead_bytes(footprint.batch_size, self._validation_size)
             own = self._workers_bytes(footprint.batch_size)
             footprint = footprint.plus(ahead, "prefetched").plus_range(own, "workers")
-        return footprint
+        objects = self._object_bytes(footprint.batch_size)
+        return footprint.plus_outside(objects) if objects else footprint
+
+    def _object_bytes(self, batch_size: int) -> int:
+        return _BATCHES_OF_OBJECTS * self.objects_per_sample * batch_size
 
     @property
     def _validation_size(self) -> int:

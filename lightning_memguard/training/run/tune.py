@@ -109,7 +109,7 @@ def _choose(profile: RunProfile, ranks: Ranks, planner: Planner) -> Choice:
         if profile.facts.device.type != "cpu":
             raise
     asked = profile.request
-    smallest = replace(profile, request=replace(asked, max_batch_size=asked.smallest_batch_size))
+    smallest = replace(profile, request=replace(asked, max_batch_size=asked.smallest_batch_size), objects_per_sample=0)
     try:
         decision, chosen = choose(smallest.with_context(LESS), ranks, planner)
     except DoesNotFitError:
@@ -239,7 +239,8 @@ def _as_refused(profile: RunProfile, size: int) -> RunProfile:
 
     So the figures of the error and of its remedies add up.
     """
-    known = profile.with_context(NOTHING) if profile.facts.device.type == "cpu" else profile
+    on_cpu = profile.facts.device.type == "cpu"
+    known = replace(profile.with_context(NOTHING), objects_per_sample=0) if on_cpu else profile
     step, context = known.prediction.footprint_at(size), known.prediction.terms.context_bytes
     whole = known.with_extra(step)
     likely = whole.peak_device_bytes - step.peak_device_bytes
