@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import InitVar, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -22,14 +22,7 @@ from lightning_memguard.core.replay.snapshot import save_snapshot
 from lightning_memguard.core.trace.kept import MOST_EPOCHS
 from lightning_memguard.errors import MemGuardError
 from lightning_memguard.report.decision_table import evaluation_text, last_line, setup_text, warning_of
-from lightning_memguard.report.failure import (
-    announcement,
-    kept_words,
-    note,
-    overrun_words,
-    snapshot_words,
-    steps_explain,
-)
+from lightning_memguard.report.failure import announcement, kept_words, note, snapshot_words
 from lightning_memguard.report.loggers import Boards
 from lightning_memguard.report.page import PAGE_NAME, Page, write_report
 from lightning_memguard.report.page_data import Report
@@ -42,11 +35,12 @@ from lightning_memguard.training.data.loaders import rewrite_loaders
 from lightning_memguard.training.facts.ranks import attempt, explains, say, warn
 from lightning_memguard.training.facts.run_facts import Stage
 from lightning_memguard.training.run.aftermath import held_elsewhere, oom_kills, worker_note
-from lightning_memguard.training.run.batch_monitor import BatchWatch, failure, size_within_budget
+from lightning_memguard.training.run.batch_monitor import BatchWatch, failure
 from lightning_memguard.training.run.growth_watch import GrowthWatch
 from lightning_memguard.training.run.guard_settings import GuardSettings
 from lightning_memguard.training.run.measuring import Measuring
 from lightning_memguard.training.run.offloading import Offloading
+from lightning_memguard.training.run.overrun import OverrunWatch
 from lightning_memguard.training.run.profile import RunProfile
 from lightning_memguard.training.run.resume import is_over, resume, saved_in
 from lightning_memguard.training.run.run_report import folder_of, report_of
@@ -58,7 +52,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_STEPS_TO_LOOK_AT = 3
 _MOST_PARTS = 4  # shown of a footprint, notes among them: twelve lines for a fit
 
 
@@ -101,8 +94,7 @@ class GuardedRun:
             self.measuring.watch_children()
         self._growth: GrowthWatch | None = None
         self._measures = False
-        self._looks_again_at: int | None = None  # the batch before which the peak is compared again
-        self._checks_peak = self.device.type == "cpu"  # a GPU's allocator holds no more than the device has
+        self._overruns = OverrunWatch(self.measuring, checks=self.device.type == "cpu")
 
     @property
     def decision(self) -> Decision:
@@ -142,7 +134,8 @@ class GuardedRun:
             self._undo.append(return_freed_memory(self.device))
             self._trim = Trimmer() if self.device.type == "cpu" else None
         self._follow()
-        self._warn_of_short_search()
+        if self.trains and (said := _short_search_words(self.trainer, profile, self.decision)):
+            self._warn(said)
 
     def _note_own_size(self, size: int) -> None:
         """Note the batch size that a hook has given its loaders in place of the one at setup; 0 for that."""
@@ -267,30 +260,9 @@ class GuardedRun:
 
     def _undo_division_for_lbfgs(self) -> None:
         """Undo a division if optimizers, which exist only now, ask for a step's gradients many times, as LBFGS does."""
-        decision = self.decision
-        if decision.pieces > 1 and any(isinstance(optimizer, LBFGS) for optimizer in self.trainer.optimizers):
-            asked, size = decision.requested_batch_size, decision.batch_size
-            because = f"{asked} samples do not fit, and each optimizer step sees {size}: LBFGS accumulates no gradients"
-            batches = decision.requested_accumulate_grad_batches
-            decision = replace(decision, accumulate_grad_batches=batches, because=because)
-            self.tuning = with_steps(replace(self.tuning, decision=decision))
+        if self.decision.pieces > 1 and any(isinstance(each, LBFGS) for each in self.trainer.optimizers):
+            self.tuning = with_steps(replace(self.tuning, decision=_not_divided(self.decision)))
             self._follow()
-
-    def _warn_of_short_search(self) -> None:
-        """A LearningRateFinder tries one rate a step, until the epochs are over."""
-        profile, decision, trainer = self.tuning.profile, self.decision, self.trainer
-        if profile is None or decision.batch_size <= decision.requested_batch_size:
-            return
-        tried, epochs = learning_rates_tried(trainer.callbacks), trainer.max_epochs or -1  # type: ignore[attr-defined]
-        batches = profile.loader_info.batches(decision.batch_size)
-        if not self.trains or batches is None or epochs < 0:
-            return
-        steps = -(-batches // decision.accumulate_grad_batches) * epochs
-        if steps < tried:
-            self._warn(
-                f"LearningRateFinder tries {tried} learning rates, one a step, but at batch size {decision.batch_size} "
-                f"this run has {counted(steps, 'step')}. Set `max_batch_size` in MemGuard, or train for more epochs."
-            )
 
     def start(self) -> None:
         """Show the decision, watch batches and steps, and write the snapshot that was asked for before a fit."""
@@ -313,7 +285,7 @@ class GuardedRun:
         profile = self.tuning.profile
         if profile is None or self._measures:
             return
-        if not self._is_applied(profile):
+        if not (self.settings.mode == "tune" and profile.request.free_to_choose):
             self._recheck()  # as no loader has been rewritten, which triggers it
         host = self.decision.host
         self._measures = True
@@ -324,14 +296,7 @@ class GuardedRun:
         profile = self.tuning.profile
         if profile is None:
             return
-        infos = filter(None, (profile.loader_info, profile.run.validation_info))
-        loaders = (loader for info in infos for source in info.sources for loader in source.held)
-        datasets = [getattr(loader, "dataset", None) for loader in loaders]
-        others = [*self.trainer.callbacks, profile.facts.datamodule, *datasets]  # type: ignore[attr-defined]
-        self._growth = attempt(lambda: GrowthWatch(self.device, self.module, others)).value
-
-    def _is_applied(self, profile: RunProfile) -> bool:
-        return self.settings.mode == "tune" and profile.request.free_to_choose
+        self._growth = attempt(lambda: _growth_watch(self.trainer, self.module, profile)).value
 
     def _watch_batches(self, profile: RunProfile) -> None:
         runs = {"train" if self.trains else "val": (profile.step, self._size_now)}
@@ -356,9 +321,9 @@ class GuardedRun:
         """Record the actual step if a snapshot of it was asked for; warn of a run that has passed its budget."""
         if self._recorder is not None and not self._recorder.goes_on():
             self._end_recording()
-        if batch_idx.bit_count() == 1 or batch_idx == self._looks_again_at:  # 1, 2, 4, 8, ...: early, and at no cost
+        if batch_idx.bit_count() == 1 or batch_idx == self._overruns.again_at:  # 1, 2, 4, 8, ...: early, and at no cost
             self.measuring.note_held()
-            if self._checks_peak and batch_idx > 1:
+            if self._overruns.checks and batch_idx > 1:
                 self._warn_of_overrun(self.measuring.peak(), batch, batch_idx)
 
     def _end_recording(self) -> None:
@@ -367,19 +332,9 @@ class GuardedRun:
             self._try_writing("snapshot", recorder.close)
 
     def _warn_of_overrun(self, measured: Measured, batch: object = None, batch_idx: int | None = None) -> None:
-        footprint, budget, watch = self._footprint_now, self.decision.budget, self._watches.get("train")
-        if footprint is None or budget is None or watch is None or not self.decision.fits:
-            return
-        if self._checks_peak and measured.taken_bytes > budget.free_bytes:
-            if batch_idx is not None and self._looks_again_at is None and not steps_explain(footprint, measured):
-                self._looks_again_at = batch_idx + _STEPS_TO_LOOK_AT
-                self.measuring.count_again()
-                return
-            self._checks_peak = False
-            kept = self.decision.kept if self.decision.runs_out_at else ()
-            size = None if kept else attempt(lambda: size_within_budget(watch, footprint, measured)).value
-            larger, outside = watch.largest and watch.largest[0], self.measuring.outside_tensors(batch)
-            self._warn(overrun_words(footprint, measured, budget, size, larger, kept, outside, watch.shapes_seen))
+        known = self.decision, self._footprint_now, self._watches.get("train")
+        if said := self._overruns.note(*known, measured, batch, batch_idx):
+            self._warn(said)
 
     def check_batch(self, role: str, batch: object, batch_idx: int, batches: float) -> None:
         """Return to the system what collating a batch has freed; warn of a batch that is larger than predicted.
@@ -422,13 +377,10 @@ class GuardedRun:
     def _note_growth(self) -> None:
         """Warn once of memory that grows from epoch to epoch, so that not all of them fit."""
         budget, watch, trainer = self.decision.budget, self._growth, self.trainer
-        last, steps, of_epoch = trainer.max_epochs, trainer.max_steps, self.decision.steps_per_epoch
         if budget is None or watch is None:
             return
         peak = self.records[-1].measured.taken_bytes if self.records else 0
-        epochs = MOST_EPOCHS if last is None or last < 0 else last
-        if steps > 0 and of_epoch:
-            epochs = min(epochs, math.ceil(steps / of_epoch))
+        epochs = _epochs_of(trainer, self.decision.steps_per_epoch)
         grown = watch.note(peak, budget.free_bytes, trainer.current_epoch, epochs)
         if grown is not None:
             self._growth, said, known = None, self.decision.runs_out_at, self.decision.kept
@@ -488,10 +440,7 @@ class GuardedRun:
         own = self._offloading.steps if self._offloading else 0
         moved = max(self.tuning.ranks.gather(own)) if self.trains else 0
         on_host = sum(decision.host.parts.values()) if decision.host else 0
-        seen = [
-            each.measured.peak_bytes for each in self.records if each.has_error and each.measured.peak_reserved_bytes
-        ]
-        again = range_after(max(seen)) if seen else None
+        again = _range_after(self.records)
         loaders = decision.loader_batch_sizes
         return EpochRecord(epoch, size, footprint, measured, *offers, moved, loaders, on_host, again)
 
@@ -639,3 +588,45 @@ class SnapshotRecorder:
         snapshot, self._snapshot = self._snapshot, None
         if snapshot is not None:
             snapshot.save(actual_path(self.path))
+
+
+def _not_divided(decision: Decision) -> Decision:
+    asked, size = decision.requested_batch_size, decision.batch_size
+    because = f"{asked} samples do not fit, and each optimizer step sees {size}: LBFGS accumulates no gradients"
+    return replace(decision, accumulate_grad_batches=decision.requested_accumulate_grad_batches, because=because)
+
+
+def _epochs_of(trainer: Trainer, steps_per_epoch: int | None) -> int:
+    """How many epochs a fit may have."""
+    last, steps = trainer.max_epochs, trainer.max_steps
+    epochs = MOST_EPOCHS if last is None or last < 0 else last
+    return min(epochs, math.ceil(steps / steps_per_epoch)) if steps > 0 and steps_per_epoch else epochs
+
+
+def _growth_watch(trainer: Trainer, module: LightningModule, profile: RunProfile) -> GrowthWatch:
+    infos = filter(None, (profile.loader_info, profile.run.validation_info))
+    loaders = (loader for info in infos for source in info.sources for loader in source.held)
+    datasets = [getattr(loader, "dataset", None) for loader in loaders]
+    others = [*trainer.callbacks, profile.facts.datamodule, *datasets]  # type: ignore[attr-defined]
+    return GrowthWatch(trainer.strategy.root_device, module, others)
+
+
+def _range_after(records: Sequence[EpochRecord]) -> tuple[int, int] | None:
+    """The peak that another epoch on a GPU is expected to have, after those that were measured."""
+    seen = [each.measured.peak_bytes for each in records if each.has_error and each.measured.peak_reserved_bytes]
+    return range_after(max(seen)) if seen else None
+
+
+def _short_search_words(trainer: Trainer, profile: RunProfile, decision: Decision) -> str:
+    """Say that a LearningRateFinder, which tries one rate a step, has too few of them until the epochs are over."""
+    tried, epochs = learning_rates_tried(trainer.callbacks), trainer.max_epochs or -1  # type: ignore[attr-defined]
+    batches = profile.loader_info.batches(decision.batch_size)
+    if decision.batch_size <= decision.requested_batch_size or batches is None or epochs < 0:
+        return ""
+    steps = -(-batches // decision.accumulate_grad_batches) * epochs
+    if steps >= tried:
+        return ""
+    return (
+        f"LearningRateFinder tries {tried} learning rates, one a step, but at batch size {decision.batch_size} "
+        f"this run has {counted(steps, 'step')}. Set `max_batch_size` in MemGuard, or train for more epochs."
+    )

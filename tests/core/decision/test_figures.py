@@ -6,7 +6,7 @@ import pytest
 
 from lightning_memguard.core.decision.advice import Advice, text
 from lightning_memguard.core.decision.decision import Budget, Request, decide
-from lightning_memguard.core.replay.footprint import Footprint, Peak
+from lightning_memguard.core.replay.footprint import Doubt, Footprint, Peak
 from lightning_memguard.errors import DoesNotFitError
 from lightning_memguard.units import MIB
 
@@ -20,13 +20,14 @@ def refused(footprint: Footprint) -> DoesNotFitError:
 def test_the_likely_peak_and_the_upper_bound_have_their_names():
     peak = Peak(100 * MIB, 100 * MIB, 110 * MIB)
     parts = {"parameters": 40 * MIB, "activations": 60 * MIB}
-    error = refused(Footprint(1, "cpu", 100 * MIB, 100 * MIB, 100 * MIB, parts, high=peak))
+    error = refused(Footprint(1, "cpu", 100 * MIB, 100 * MIB, 100 * MIB, parts, doubts=(Doubt("process", (peak,)),)))
     assert "Batch size 1 needs 100.0 MiB, at most 110.0 MiB; cpu offers 95.0 MiB" in str(error)
     assert "short by 15.0 MiB" in str(error)
 
 
 def test_a_remedy_is_written_as_the_error_is():
-    less = Footprint(1, "cpu", 20 * MIB, 20 * MIB, 20 * MIB, high=Peak(20 * MIB, 20 * MIB, 25 * MIB))
+    doubt = Doubt("process", (Peak(20 * MIB, 20 * MIB, 25 * MIB),))
+    less = Footprint(1, "cpu", 20 * MIB, 20 * MIB, 20 * MIB, doubts=(doubt,))
     line = text(Advice(("bf16",), ("how",), (), less, 85 * MIB, fits=True))
     assert line.startswith("bf16: 20.0 MiB, at most 25.0 MiB, 85.0 MiB less, fits.")
 
