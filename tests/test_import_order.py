@@ -177,6 +177,7 @@ ROOMS = {
         "batch_monitor",
         "aftermath",
         "measuring",
+        "overrun",
         "offloading",
         "run_report",
         "guarded_run",
