@@ -163,7 +163,8 @@ class BatchWatch:
         request = Request(size, max_batch_size=max(1, size - 1), multiple_of=unit)
 
         def footprint_at(batch_size: int) -> Footprint:
-            return self.profile.with_extra((alike or self.prediction).footprint_at(batch_size))
+            step = (alike or self.prediction).footprint_at(batch_size)
+            return self.profile.with_extra(self.profile.with_objects(step))
 
         try:
             return decide(footprint_at, scaled, request).batch_size

@@ -255,12 +255,12 @@ class RunProfile:
             batch = self.step.expected_batch(batch_size)[1]
             collating = self._between_steps(most, "collate", batch=batch, temporaries=batch)
             most = max(most, collating, key=lambda each: each.most_device_bytes)
+        objects = self._object_bytes(batch_size) if validation is None else 0
         if validation is not None:
             note = f"the peak is in validation, at its batch size of {validation.batch_size}"
             notes = (note, *most.notes, *validation.footprint.notes)
             most = replace(validation.footprint, batch_size=batch_size, notes=notes)
-        most = self.with_extra(most)
-        objects = self._object_bytes(batch_size)
+        most = self.with_extra(most.plus_outside(objects) if objects else most)
         if objects > _WORTH_A_NOTE * most.peak_device_bytes and objects >= MIB:
             note = f"at most, {format_bytes(objects)} are objects of the samples, which are collated in this process"
             most = replace(most, notes=(*most.notes, note))
@@ -306,15 +306,19 @@ class RunProfile:
         )
 
     def with_extra(self, footprint: Footprint) -> Footprint:
-        """A footprint with what was found after the steps were predicted; on the CPU, with workers and objects."""
+        """A footprint with what was found after the steps were predicted; on the CPU, with what workers take."""
         for part, nbytes in self.extra.items():
             footprint = footprint.plus(nbytes, part)
         if self.workers and not self.host:
             ahead = self.workers.ahead_bytes(footprint.batch_size, self._validation_size)
             own = self._workers_bytes(footprint.batch_size)
             footprint = footprint.plus(ahead, "prefetched").plus_range(own, "workers")
-        objects = self._object_bytes(footprint.batch_size)
-        return footprint.plus_outside(objects) if objects else footprint
+        return footprint
+
+    def with_objects(self, step: Footprint) -> Footprint:
+        """A training step with the objects of the samples that are collated for it."""
+        objects = self._object_bytes(step.batch_size)
+        return step.plus_outside(objects) if objects else step
 
     def _object_bytes(self, batch_size: int) -> int:
         return _BATCHES_OF_OBJECTS * self.objects_per_sample * batch_size

@@ -212,7 +212,12 @@ def _noting_what_is_left(decision: Decision, profile: RunProfile) -> Decision:
 
 def _naming_what_is_left(error: DoesNotFitError, profile: RunProfile) -> DoesNotFitError:
     """Return the error led by what batches leave behind within an epoch, if that is most of what is needed."""
-    said = attempt(lambda: _what_is_left(profile, profile.request.smallest_batch_size, error.needed_bytes)).value
+
+    def find() -> str:
+        size = profile.request.smallest_batch_size
+        return _what_is_left(profile, size, profile.footprint_at(size).peak_device_bytes)
+
+    said = attempt(find).value
     return error.led_by(f"{said[0].upper()}{said[1:]}.") if said else error
 
 

@@ -178,7 +178,9 @@ def test_a_peak_that_was_measured_needs_no_hooks(train: Train, monkeypatch: pyte
     """Its upper bound does not fit, but what the steps take does."""
     peak = offloading.Measuring.peak
     monkeypatch.setattr(offloading, "_POLL_SECONDS", 0.0)
-    monkeypatch.setattr(offloading.Measuring, "peak", lambda self: replace(peak(self), peak_bytes=100 * KIB))
+    monkeypatch.setattr(
+        offloading.Measuring, "peak", lambda self: replace(peak(self), peak_bytes=100 * KIB, process_bytes=None)
+    )
     own = Curve.footprint_at
     monkeypatch.setattr(Curve, "footprint_at", lambda self, size: scaled(own(self, size), 1.0))
     right = MemGuard("check", budget="1GiB")
