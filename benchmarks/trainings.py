@@ -86,8 +86,7 @@ def hashed(tree: Any) -> str:
     content = hashlib.sha256()
     for leaf in tree_leaves(tree):
         if isinstance(leaf, Tensor):
-            leaf = leaf.detach()
-            dense = leaf.to_dense() if leaf.is_sparse else leaf
+            dense = leaf.detach().to_dense() if leaf.is_sparse else leaf.detach()
             content.update(str((tuple(dense.shape), dense.dtype)).encode())
             content.update(dense.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if dense.numel() else b"")
         elif isinstance(leaf, (bool, int, float, str)):

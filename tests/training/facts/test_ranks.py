@@ -182,3 +182,17 @@ def test_a_shared_device_is_divided_and_what_is_ones_own_stays() -> None:
 def test_another_machine_and_a_given_budget_are_not_shared(other: Any) -> None:
     budget = Budget(10_000, 1100, 110, "host", "CPU")
     assert ranks_module.shared(ranks(other), budget, torch.device("cpu"), held_bytes=0) == budget
+
+
+@pytest.mark.parametrize(
+    ("scenario", "plain"),
+    [("one offloads", "whole"), ("both offload", "whole"), ("one offloads, accumulated", "whole, accumulated")],
+)
+def test_ranks_whose_activations_are_elsewhere_train_as_all_others(
+    seen: dict[str, tuple[Seen, Seen]], scenario: str, plain: str
+) -> None:
+    """To the bit: the other rank sees the same collectives, buffers and parameters without a gradient included."""
+    for rank, whole in zip(seen[scenario], seen[plain], strict=True):
+        assert (rank["error"], rank["step"]) == ("", whole["step"])
+        assert rank["state"] == whole["state"]
+        assert (whole["offloaded"], rank["offloaded"]) == ([0], [8])
