@@ -5,8 +5,9 @@ fuzz       random programs (views, writes in place, detached and `.data` writes,
            several `keep_bytes` and both tiers: the same bits, or the same error in PyTorch's own words. Only programs
            that write where autograd cannot see may differ, and are counted.
 compiled   fused attention under Inductor, by block and whole, with the hooks switched on in mid-run (needs g++)
-peaks      the predicted peak next to PyTorch's profiler, and how far steps fall on GPUs that are not there
-cost       microseconds for each saved tensor that stays, and that moves; bytes that 120 steps leave behind
+peaks      the predicted peak next to PyTorch's profiler, for the zoo and three values of `keep_bytes`
+gpus       how far the predicted peak of a ResNet-50 and a GPT-2 falls on GPUs that are not there
+cost       microseconds for each saved tensor that stays, and that moves
 
     python benchmarks/offload.py fuzz --count 5000
     python benchmarks/offload.py fuzz --show 17        # the program of one seed, and how it ends
@@ -16,20 +17,15 @@ cost       microseconds for each saved tensor that stays, and that moves; bytes 
 from __future__ import annotations
 
 import argparse
-import copy
-import gc
-import os
 import random
 import re
 import sys
 import time
 import warnings
-import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,9 +39,7 @@ from lightning_memguard.training.offload.tiers import File, Host
 from shared.predicted import predict_here
 from shared.process import forked
 from shared.truth import measure_here
-from shared.zoo import CASES, Case, case_named
-
-MIB = 1 << 20
+from shared.zoo import CASES, Case, case_named, token_loss
 
 # -- random programs
 
@@ -174,7 +168,8 @@ REAL: dict[str, Op] = {
     "batch norm": lambda r, x, y, n: F.batch_norm(x.view(3, 4, 4, 3)[:, 1:3], None, None, training=True).sum() * y,
     "attention": lambda r, x, y, n: qkv(x, y),
     "imaginary": lambda r, x, y, n: (
-        torch.complex(x.float(), y.float()).conj().imag.to(x.dtype) * y + torch.complex(x.float(), y.float()).conj().abs().to(x.dtype)
+        torch.complex(x.float(), y.float()).conj().imag.to(x.dtype) * y
+        + torch.complex(x.float(), y.float()).conj().abs().to(x.dtype)
     ),
 }
 COMPLEX: dict[str, Op] = {
@@ -281,6 +276,8 @@ def verdict(what: Program, plain: list[Tensor | None] | str, offloaded: list[Ten
 
 
 FINE = ("same", "the same")
+
+
 def counting(function: Callable[..., None], tally: Counter[str], name: str) -> Callable[..., None]:
     def counted(*args: Any) -> None:
         tally[name] += 1
@@ -317,7 +314,11 @@ def fuzz(count: int, first: int, show: int | None) -> int:
                 print(f"seed {seed}, {name}: {how}\n  {str(plain)[:400]}\n  {str(found)[:400]}")
     for key, number in sorted(tally.items()):
         print(f"{number:>7,}  {key}")
-    wrong = [key for key in tally if not key.startswith((*FINE, "runs", "raises by", "does", "File", "Host")) and "unseen" not in key]
+    wrong = [
+        key
+        for key in tally
+        if not key.startswith((*FINE, "runs", "raises by", "does", "File", "Host")) and "unseen" not in key
+    ]
     return 1 if wrong else 0
 
 
@@ -370,7 +371,11 @@ def trained(make: Callable[[nn.Sequential], Any], pattern: str, lengths: Sequenc
         optimizer.step()
         optimizer.zero_grad()
         moved = max(moved, offload.moved_bytes)
-    return [p.detach().clone() for p in plain.parameters()], moved, torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    return (
+        [p.detach().clone() for p in plain.parameters()],
+        moved,
+        torch._dynamo.utils.counters["stats"]["unique_graphs"],
+    )
 
 
 def compiled() -> int:
@@ -386,7 +391,8 @@ def compiled() -> int:
                 found, moved, other = trained(make, pattern, lengths, **how)
                 equal = all(map(torch.equal, plain, found)) and graphs == other
                 wrong += not (equal and moved)
-                print(f"{make.__name__:<9} {pattern} {lengths!s:<21} {how}: equal {equal}, graphs {graphs} and {other}, moved {moved:,} B", flush=True)
+                print(f"{make.__name__:<9} {pattern} lengths {lengths}, {how}:", end=" ")
+                print(f"equal {equal}, graphs {graphs} and {other}, moved {moved:,} B", flush=True)
     return 1 if wrong else 0
 
 
@@ -424,31 +430,109 @@ def offloaded(case: Case, keep_bytes: int, most: list[int] | None = None) -> Cas
     return replace(case, build=build)
 
 
+def predicted_at(case: Case, optimizer: str, size: int) -> dict[str, Any]:
+    return forked(lambda: asdict(predict_here(case, optimizer, size)), 1)
+
+
+def measured_at(case: Case, optimizer: str, size: int) -> dict[str, Any]:
+    return forked(lambda: asdict(measure_here(case, optimizer, size)), 1)
+
+
+def saved_bytes(case: Case, optimizer: str, size: int) -> int:
+    """The most that one of its steps saves."""
+
+    def answer() -> dict[str, int]:
+        most = list[int]()
+        measure_here(offloaded(case, 1 << 60, most), optimizer, size)
+        return {"most": max(most)}
+
+    return forked(answer, 1)["most"]
+
+
 def peaks(names: Sequence[str]) -> int:
     errors = []
-    print(f"{'case':<24} {'keep_bytes':>12} {'predicted B':>14} {'measured B':>14} {'off by':>8}   not offloaded B")
+    print(f"{'case':<24} {'keep_bytes':>12} {'predicted B':>14} {'measured B':>14} {'off by':>8}   at")
     for case in cases():
         if names and case.name not in names:
             continue
-        optimizer, size, most = case.optimizers[-1], case.batch_sizes[-1], list[int]()
-        plain = forked(lambda: asdict(predict_here(case, optimizer, size)), 1)["peak_bytes"]
-        saved = forked(lambda: {"most": measured_with(case, optimizer, size, most)}, 1)["most"]
-        for keep_bytes in (0, saved // 3, saved * 2 // 3):
-            other = offloaded(case, keep_bytes)
-            ours = forked(lambda: asdict(predict_here(other, optimizer, size)), 1)
-            truth = forked(lambda: asdict(measure_here(other, optimizer, size)), 1)
+        at = case.optimizers[-1], case.batch_sizes[-1]
+        saved = saved_bytes(case, *at)
+        for keep_bytes in (None, 0, saved // 3, saved * 2 // 3):
+            other = case if keep_bytes is None else offloaded(case, keep_bytes)
+            ours, truth = predicted_at(other, *at), measured_at(other, *at)
             off = ours["peak_bytes"] - truth["peak_bytes"]
-            errors.append(off)
-            row = f"{case.name:<24} {keep_bytes:>12,} {ours['peak_bytes']:>14,} {truth['peak_bytes']:>14,} {off:>+8,}"
-            print(f"{row}   {plain:,} {ours['phase']} {truth['phase']}" + ("" if not off else f" {truth['operator']}"), flush=True)
-    print(f"{sum(not each for each in errors)} of {len(errors)} to the byte")
-    return 0 if not any(errors) else 1
+            errors += [off] if keep_bytes is not None else []
+            kept = "not moved" if keep_bytes is None else f"{keep_bytes:,}"
+            row = f"{case.name:<24} {kept:>12} {ours['peak_bytes']:>14,} {truth['peak_bytes']:>14,} {off:>+8,}"
+            print(f"{row}   {truth['phase']}, {truth['operator']}", flush=True)
+    print(f"{sum(not each for each in errors)} of {len(errors)} offloaded steps to the byte")
+    return 1 if any(errors) else 0
 
 
-def measured_with(case: Case, optimizer: str, size: int, most: list[int]) -> int:
-    """The most that one of its steps saves."""
-    measure_here(offloaded(case, 1 << 60, most), optimizer, size)
-    return max(most)
+# -- GPUs that are not there
+
+LARGE = (
+    ("resnet50", 64, "32-true", "NVIDIA H100", F.cross_entropy),
+    ("resnet50", 64, "32-true", "RTX 3090", F.cross_entropy),
+    ("gpt2_small", 16, "bf16-mixed", "NVIDIA H100", token_loss),
+)
+
+
+def gpus() -> int:
+    for name, size, precision, device, loss in LARGE:
+        case = case_named(name)
+        network = case.build(case.optimizers[-1]).network
+        batch = [torch.empty(size, *each.shape, dtype=each.dtype, device="meta") for each in case.dataset(1)[0]]
+        for keep_gib in (None, 0, 2, 4):
+
+            def step(model: nn.Module, batch: Any, keep_gib: int | None = keep_gib, loss: Any = loss) -> Tensor:
+                with nullcontext() if keep_gib is None else offload_activations(model, keep_gib << 30):
+                    return loss(model(batch[0]), batch[1])
+
+            found = estimate(
+                *(network, batch), step=step, optimizer=torch.optim.AdamW, device=device, precision=precision
+            )
+            kept = "not moved" if keep_gib is None else f"{keep_gib} GiB stay"
+            print(f"{name} at {size}, {precision}, {device}, {kept}: {found.peak_allocated_bytes / 2**30:.2f} GiB")
+    return 0
+
+
+# -- what it costs
+
+SAVED = 2000  # tensors of 1 KiB
+
+
+def seconds(hooks: AbstractContextManager[Any]) -> tuple[float, float]:
+    """Processor seconds of a forward pass that saves one result after another, and of its backward pass."""
+    x, found = torch.randn(256, requires_grad=True), list[tuple[float, float]]()
+    for _ in range(7):
+        started = time.process_time()
+        with hooks:
+            results = [(x + 0).exp() for _ in range(SAVED)]
+        ended = time.process_time()
+        loss = torch.stack([each.sum() for each in results]).sum()
+        del results
+        begun = time.process_time()
+        loss.backward()
+        found.append((ended - started, time.process_time() - begun))
+    return min(each[0] for each in found), min(each[1] for each in found)
+
+
+def cost() -> int:
+    ways: dict[str, AbstractContextManager[Any]] = {
+        "hooks that do nothing": torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach(), lambda t: t),
+        "torch's save_on_cpu": torch.autograd.graph.save_on_cpu(),
+        "stays": Offload(nn.Module(), 1 << 40),
+        "moves to a file": Offload(nn.Module(), tier="file"),
+        "moves to the host": Offload(nn.Module(), tier="host"),
+    }
+    plain = seconds(nullcontext())
+    for name, hooks in ways.items():
+        forward, backward = (1e6 * (a - b) / SAVED for a, b in zip(seconds(hooks), plain, strict=True))
+        print(
+            f"{name:<22} {forward:6.2f} us in the forward pass, {backward:6.2f} us in the backward pass, a saved tensor"
+        )
+    return 0
 
 
 def main() -> int:
@@ -458,17 +542,18 @@ def main() -> int:
     random_ones.add_argument("--count", type=int, default=1000)
     random_ones.add_argument("--first", type=int, default=0)
     random_ones.add_argument("--show", type=int)
-    commands.add_parser("compiled")
+    for name in ("compiled", "gpus", "cost"):
+        commands.add_parser(name)
     predicted = commands.add_parser("peaks")
     predicted.add_argument("--only", nargs="*", default=[])
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
+    if arguments.command == "fuzz":
+        return fuzz(arguments.count, arguments.first, arguments.show)
     if arguments.command == "peaks":
         return peaks(arguments.only)
-    if arguments.command == "compiled":
-        return compiled()
-    return fuzz(arguments.count, arguments.first, arguments.show)
+    return {"compiled": compiled, "gpus": gpus, "cost": cost}[arguments.command]()
 
 
 if __name__ == "__main__":

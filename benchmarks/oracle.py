@@ -10,6 +10,7 @@ steps that reach every way to capture one. Whole fits, from loader to decision, 
 import argparse
 import hashlib
 import json
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -46,14 +47,19 @@ Hashes = dict[str, str]
 
 
 def hashed(value: object) -> str:
-    return hashlib.sha256(repr(value).replace(ROOT, "").encode()).hexdigest()[:20]
+    return hashlib.sha256(placeless(repr(value)).encode()).hexdigest()[:20]
+
+
+def placeless(text: str) -> str:
+    """Leave out where this checkout is, and the lines of this file."""
+    return re.sub(rf"({Path(__file__).name}):\d+", r"\1", text.replace(ROOT, ""))
 
 
 def attempted(name: str, answer: Callable[[], Hashes]) -> Hashes:
     try:
         return answer()
     except MemGuardError as error:
-        return {f"{name} error": str(error).replace(ROOT, "")}
+        return {f"{name} error": placeless(str(error))}
 
 
 def of_footprint(name: str, found: Footprint) -> Hashes:

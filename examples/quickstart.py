@@ -100,7 +100,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print('\nMemGuard(batch_size="largest"): the largest that fits\n', flush=True)
     # A training that matters keeps 50 steps an epoch, the default; here, the largest batch is to be seen.
     train(MemGuard(batch_size="largest", min_steps_per_epoch=None, budget=options.budget), options)
-    print(f"\nTo view the logs, run this and open the address that it prints:\n    {tensorboard()} --logdir {options.logdir}")
+    print("\nTo view the logs, run this and open the address that it prints:")
+    print(f"    {tensorboard()} --logdir {options.logdir}")
 
 
 def train(guard: MemGuard, options: argparse.Namespace) -> None:

@@ -10,6 +10,7 @@ import lightning_memguard
 PUBLIC_NAMES = {
     "MemGuard",
     "estimate",
+    "offload_activations",
     "ways_to_train",
     "Footprint",
     "Budget",

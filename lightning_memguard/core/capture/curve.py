@@ -92,6 +92,7 @@ class Curve:
             have it uncompiled. None if it compiles nothing.
         compiled: traces of the compiled step, by batch size. Between them footprints are estimates.
         variants: the captures at each size, if memory depends on values.
+        drawn: if the step draws sizes, how its events grow under other random numbers than those of ``growth``.
         ceiling: the largest possible memory, if that is known too.
         floor: the least possible memory, if ``growth`` is the largest.
         unfrozen: the step that trains all parameters, if frozen ones may be trained later.
@@ -111,6 +112,7 @@ class Curve:
     reads: Answers | None = None
     compiled: Mapping[int, Trace] = field(default_factory=dict)
     variants: tuple[Variant, ...] = ()
+    drawn: tuple[Growth | PackedGrowth, ...] = ()
     ceiling: Growth | PackedGrowth | None = None
     floor: Growth | PackedGrowth | None = None
     unfrozen: Curve | None = None
@@ -133,7 +135,7 @@ class Curve:
     @property
     def surveyed(self) -> Mapping[int, Trace]:
         """The traces of the step on its first batch, by size; none if each variant has batches of its own."""
-        if self.variants and self.method != "real":
+        if self.variants and self.method != "real" and not self.drawn:
             return {}
         return {size: traces[0] for size, traces in self.captured.items()}
 
@@ -153,9 +155,10 @@ class Curve:
 
     def packed(self) -> Curve:
         """Return the curve in little memory, slower to ask, without captures that the growth reproduces."""
-        all_growth = self.growth, self.ceiling, self.floor
-        growth, ceiling, floor = (PackedGrowth.of(g) if isinstance(g, Growth) else g for g in all_growth)
+        all_growth = self.growth, self.ceiling, self.floor, *self.drawn
+        growth, ceiling, floor, *drawn = (PackedGrowth.of(g) if isinstance(g, Growth) else g for g in all_growth)
         packed = replace(self, growth=growth, ceiling=ceiling, floor=floor, compiled=PackedTraces(self.compiled))
+        packed = replace(packed, drawn=tuple(filter(None, drawn)))
         captured = PackedTraces({} if growth else self.captured)
         return replace(packed, captured=captured, unfrozen=self.unfrozen and self.unfrozen.packed())
 
@@ -213,10 +216,10 @@ class Curve:
             return (self.compiled[batch_size],)
         if self.method == "states":
             return (replace(next(iter(self.captured.values()))[0], batch_size=batch_size),)
-        if self._has_all_at(batch_size):
+        if self._has_all_at(batch_size) and not self.drawn:
             return self.captured[batch_size]
         if self.growth is not None:
-            return (self.growth.at(batch_size),)
+            return tuple(growth.at(batch_size) for growth in (self.growth, *self.drawn))
         return self._extrapolated_at(batch_size)
 
     def near(self, batch_size: int) -> tuple[int, int]:
@@ -257,7 +260,7 @@ class Curve:
                 most = most.doubted("epochs", *(end for each in found for end in (each.lowest, each.highest)))
             elif len(found) > 1:
                 ceiling = self.footprint_of(self.ceiling.at(batch_size)) if self.ceiling else None
-                most = _with_range(most, found, ceiling)
+                most = _with_drawn(most, found) if self.drawn else _with_range(most, found, ceiling)
             least = self.footprint_of(self.floor.at(batch_size)).lowest if self.floor else most.lowest
             if least.allocated_bytes < most.lowest.allocated_bytes:
                 most = most.doubted("least results", least)
@@ -289,10 +292,13 @@ class Curve:
 
     def _with_doubt(self, guessed: Footprint) -> Footprint:
         """Widen a footprint that no capture has checked: at most, the batch's share grows with the size squared."""
-        near = max(self.proven_sizes)
+        small, near = [0, *sorted(self.proven_sizes)][-2:]
         times = max(1.0, guessed.batch_size / near)
         grown = self.footprint_at(near)
-        of_batch = grown.peak_allocated_bytes - sum(grown.parts[part] for part in _STATIC)
+        of_batch = _beyond_states(grown, grown.peak_allocated_bytes)
+        if small:  # constants, and what an epoch leaves, do not differ between two sizes
+            rise = grown.peak_allocated_bytes - self.footprint_at(small).peak_allocated_bytes
+            of_batch = min(of_batch, max(0, rise) * near // (near - small))
         more = grown.peak_allocated_bytes + int(of_batch * (times**2 - 1)) - guessed.highest.allocated_bytes
         note = f"not captured at this size: at most as if what belongs to the batch grew with its square from {near}"
         return guessed.doubted("unchecked", guessed.highest.plus(max(0, more)), note=note)
@@ -304,10 +310,11 @@ class Curve:
 
     def _with_unknown_values(self, found: Footprint) -> Footprint:
         """Widen a footprint by what other values may change, since no capture has shown how much that is."""
-        of_batch = found.peak_allocated_bytes - sum(found.parts[part] for part in _STATIC)
         if self.method == "real":
+            of_batch = _beyond_states(found, found.peak_allocated_bytes)
             other, most = found.highest.plus(of_batch), "as if what belongs to the batch took twice as much"
         else:
+            of_batch = _beyond_states(found, found.lowest.allocated_bytes)
             other, most = found.lowest.plus(-of_batch), "with results as large as their operators can make them"
         return found.doubted("one draw", other, note=f"other values were not tried: at most {most}")
 
@@ -330,6 +337,11 @@ class Curve:
         return replace(at_near.plus(more, "activations"), batch_size=batch_size)
 
 
+def _beyond_states(found: Footprint, allocated_bytes: int) -> int:
+    """Bytes of a peak that are neither the model's nor its optimizer's."""
+    return max(0, allocated_bytes - sum(found.parts[part] for part in _STATIC))
+
+
 def _with_range(most: Footprint, found: Sequence[Footprint], ceiling: Footprint | None) -> Footprint:
     """Return the largest of several, with a range: from the least seen to the largest plus the spread of all."""
     points, lows, highs = ([getattr(each, name) for each in found] for name in ("peak", "lowest", "highest"))
@@ -343,6 +355,18 @@ def _with_range(most: Footprint, found: Sequence[Footprint], ceiling: Footprint 
     seen = [format_bytes(of(each.allocated_bytes for each in points)) for of in (min, max)]
     note = f"the memory of a step depends on its batch: {seen[0]} to {seen[1]} in those drawn; the most is predicted"
     return replace(wide, notes=(*most.notes, *([note] if seen[0] != seen[1] else [])))
+
+
+def _with_drawn(most: Footprint, found: Sequence[Footprint]) -> Footprint:
+    """Return the largest of several with a range: an epoch may draw more than was tried, by a share of their spread."""
+    least = min(found, key=lambda each: each.most_device_bytes)
+    beyond = (most.peak_allocated_bytes - least.peak_allocated_bytes) // _BEYOND
+    seen = [format_bytes(each.peak_allocated_bytes) for each in (least, most)]
+    note = f"the memory of a step depends on random numbers that it draws: {seen[0]} to {seen[1]} in those tried"
+    return most.doubted("draws", least.lowest, most.highest.plus(beyond), note=note)
+
+
+_BEYOND = 4  # captures under 8 seeds draw 16 times, and the largest of a few sizes is among them or close
 
 
 def _with_later(now: Footprint, later: Footprint) -> Footprint:

@@ -48,6 +48,8 @@ FAKE_SIZES = (4, 8, 16, 32)
 REAL_SIZES = (2, 4, 8)
 VARIANTS = tuple(map(Variant, range(4)))  # at each size
 _UNEVEN_DRAWS = range(1, 9)  # if the samples differ in size
+_SEEDS = tuple(map(Variant, range(1, 9)))  # if the step draws random numbers
+_TELLING = 3  # of them tell whether sizes depend on them
 SHARED_VARIANTS = tuple(map(Variant, range(8)))  # at one small size
 _WAYS: tuple[Method, ...] = ("fake", "worst-case", "real")
 _CHECKED = 3  # sizes that check how a step grows
@@ -118,26 +120,24 @@ class Surveyor:
         """Return the curve with what it needs to be asked at a size: captures there, or why there are none.
 
         Raises:
-            CaptureFailedError: the step cannot be captured there.
+            CaptureFailedError: the step cannot be captured there, and is not known at any other size.
         """
         later = curve.unfrozen
         if later is not None and not later.knows(batch_size) and (unfrozen := self.program.unfrozen()):
             curve = replace(curve, unfrozen=Surveyor(unfrozen).extend(later, batch_size))
         if curve.knows(batch_size) or batch_size in curve.gaps:
             return curve
-        is_real = curve.method == "real"
-        if is_real and not _may_run(curve, batch_size):
+        if curve.method == "real" and not _may_run(curve, batch_size):
             why = "the step was not run: it would take too long, or too much"
             return self._with_gap(curve, batch_size, Gap("not run", why))
         try:
             return curve.with_captured(batch_size, self._captured(curve, batch_size))
         except CaptureFailedError as error:
-            if is_real:
-                gap = Gap("not run" if error.out_of_memory else "failed", _reason(curve.method, error))
-                return self._with_gap(curve, batch_size, gap)
-            if not isinstance(error, OutOfTimeError) or not curve.captured:
+            is_late = isinstance(error, OutOfTimeError)
+            if not curve.captured or not (curve.scalable or curve.method == "real" or is_late):
                 raise
-            return self._with_gap(curve, batch_size, Gap("late", str(error)))
+            gap = Gap("not run" if error.out_of_memory else "failed", _reason(curve.method, error))
+            return self._with_gap(curve, batch_size, Gap("late", str(error)) if is_late else gap)
 
     def _with_gap(self, curve: Curve, batch_size: int, gap: Gap) -> Curve:
         """Note why there is no capture; the sizes to extrapolate from get all variants."""
@@ -342,7 +342,7 @@ def _predicted(captures: Captures, program: Program, known: Curve, batch_size: i
             if traces[0].has_note("values later") and device_to_run_on(program, fake=False).type == program.device.type:
                 with contextlib.suppress(CannotTraceError):
                     return _real(captures, program, known, batch_size)
-            found = _uneven(program, found, batch_size) or found
+            found = _uneven(program, found, batch_size) or _drawn(captures, program, found)
             if method == "worst-case":
                 return _sampled(captures, program, found, batch_size) or _with_least(captures, program, found)
             return found
@@ -494,6 +494,31 @@ def _uneven(program: Program, known: Curve, batch_size: int) -> Curve | None:
         return None
 
 
+def _drawn(captures: Captures, program: Program, known: Curve) -> Curve:
+    """Predict a step that draws sizes (of its images, of how many layers run) under several seeds.
+
+    The one that takes the most is predicted, as an epoch draws far more often than captures do.
+    """
+    first = next(iter(known.captured.values()))[0]
+    if known.growth is None or not first.draws:
+        return known
+    size, *others = known.growth.sizes[:3]
+    try:
+        found = _all_captured(captures, program, [size], known.method, _SEEDS[:_TELLING])
+        if all(trace.events == known.captured[size][0].events for trace in found):
+            return known  # it draws values, not sizes
+        found += _all_captured(captures, program, [size], known.method, _SEEDS[_TELLING:])
+        pairs = sorted(zip(map(_most_alive, found), _SEEDS, strict=True), key=lambda pair: pair[0])
+        ends = [
+            _all_captured(captures, program, [size, *others], known.method, [seed]) for _, seed in (pairs[0], pairs[-1])
+        ]
+        least, most = map(grow, ends)
+    except CannotTraceError as error:
+        note = f"the step draws random numbers, and what others change was not captured: {error}"
+        return replace(known, notes=(*known.notes, note))
+    return replace(_from(known, known.method, ends[1], most), drawn=(least,), variants=(pairs[-1][1],))
+
+
 def _weights(program: Program, known: Curve, batch_size: int, draws: Sequence[int]) -> tuple[float, float]:
     """Fit how a step's memory grows with a batch's `measures`: on batches of the largest sample, and on some draws."""
     measured = [(program.measures(size, 0), trace) for size, trace in known.surveyed.items()]
@@ -552,7 +577,7 @@ def _with_least(captures: Captures, program: Program, worst: Curve) -> Curve:
 def _by_variants(known: Curve, variants: tuple[Variant, ...], note: str) -> Curve:
     """Capture some variants at each size; what was predicted so far is the most that they can take."""
     ceiling = known.ceiling or known.growth
-    known = replace(known, growth=None, captured={}, ceiling=ceiling, scalable=known.scalable and ceiling is not None)
+    known = replace(known, growth=None, captured={}, proofs={}, ceiling=ceiling)
     return replace(known, variants=variants, notes=(*known.notes, note))
 
 

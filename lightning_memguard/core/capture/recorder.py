@@ -11,6 +11,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from types import MethodWrapperType
 from typing import Any
 
@@ -96,6 +97,7 @@ class Recorder(Storages, TorchDispatchMode):
         self._value_sizes, self.reads = ValueSizes(shares), Reads(answers)
         self._scratch = KernelScratch(self, kernel_target)
         self.ran_backward = False
+        self.draws = False  # random numbers of Python's or NumPy's
         self.scripted = False  # by TorchScript, which does otherwise in its first run
         self.kept: tuple[Kept, ...] = ()
         self.counts_steps = False  # a schedule; see `Trace`
@@ -314,7 +316,8 @@ class Recorder(Storages, TorchDispatchMode):
         answers = self.reads.noted if NOTE in self.assumptions else ()
         # The work of a batch, then of an optimizer step.
         work = tuple(itertools.chain.from_iterable(noted for _, (_, noted) in sorted(self._work.items())))
-        return Trace(*read, kept=self.kept, work=work, answers=answers, counts_steps=self.counts_steps)
+        made = Trace(*read, kept=self.kept, work=work, answers=answers)
+        return replace(made, draws=self.draws, counts_steps=self.counts_steps)
 
     def _checked(self) -> Iterator[str]:
         lines = [line for line in self._checks if line]
@@ -485,7 +488,9 @@ def watching(recorder: Recorder, module: nn.Module) -> Iterator[None]:
             exits.enter_context(paths_mode)
             exits.enter_context(fast_paths.taken())
         exits.enter_context(recorder)
+        before = fake.drawn_so_far()
         yield
+        recorder.draws = fake.drawn_so_far() != before
 
 
 def _watched(recorder: Recorder, make: Callable[[], Tensor]) -> Callable[[], Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 from lightning_memguard.core.replay.footprint import Footprint
@@ -327,7 +327,8 @@ _TIGHT = 0.9
 def verdict(footprint: Footprint, budget: Budget) -> Verdict:
     """Whether a step fits a budget, as far as its memory is known."""
     if footprint.most_device_bytes > budget.usable_bytes:
-        return "does not fit"
+        cut = footprint.is_cut and footprint.lowest.device_bytes <= budget.usable_bytes
+        return "unknown" if cut else "does not fit"
     return "unknown" if footprint.is_partial else "fits"
 
 
@@ -355,10 +356,11 @@ def sentence_of(decision: Decision) -> str:
     now = batch_sizes(decision, decision.batch_size)
     batch = f"the largest of the batches drawn ({footprint.batch})" if footprint.batch else f"batch size {now}"
     if decision.verdict == "unknown":
-        return (
-            f"{batch} is unchanged, and whether it fits is unknown{': ' if reason else ''}{reason}. Without "
-            f"its activations it takes {share_of(footprint.peak_device_bytes, budget.usable_bytes)} usable."
-        )
+        least, most = footprint.peak_device_bytes, footprint.most_device_bytes
+        takes = f"Without its activations it takes {share_of(least, budget.usable_bytes)} usable"
+        if not footprint.is_partial:
+            takes = f"It takes {share_of(least, budget.usable_bytes)} usable, or up to {format_bytes(most)}"
+        return f"{batch} is unchanged, and whether it fits is unknown{': ' if reason else ''}{reason}. {takes}."
     because = f"{': ' if decision.outcome == 'tuned' else '; unchanged because '}{reason}" if reason else ""
     if decision.verdict == "does not fit":
         return f"{batch} {_why_not(decision, footprint, because)}."
@@ -546,14 +548,22 @@ def decide(footprint_at: Callable[[int], Footprint], budget: Budget, request: Re
     if request.kept_by and fits and allowed and request.keep_effective_batch_size is None:
         return decided(asked, batches, "kept", request.kept_by)
     lowest, highest, bound = _range(request, fits=fits)
-    if bytes_at(lowest) > budget.usable_bytes:
-        raise _does_not_fit(footprint_at(lowest), budget, request)
-    size = largest = _largest(lowest, highest, step, bytes_at, budget.usable_bytes)
+    any_fits = bytes_at(lowest) <= budget.usable_bytes
+    size = largest = _largest(lowest, highest, step, bytes_at, budget.usable_bytes) if any_fits else lowest
     accumulate = batches
+    shrinks = size < asked and allowed and (request.kept_by or asked <= highest)
+    is_cut = shrinks and footprint_at(min(largest + step, highest) if any_fits else lowest).is_cut
+    if is_cut and verdict(footprint_at(asked), budget) == "unknown":  # a deadline shrinks no batch
+        return replace(decided(asked, batches, "kept", "request"), because=_CUT)
+    if not any_fits:
+        raise _does_not_fit(footprint_at(lowest), budget, request)
     if request.keep_effective_batch_size is not None:
         size, accumulate = _split(largest, request, request.keep_effective_batch_size)
     at_bound: LimitedBy = bound if largest + step > highest else "memory"
     return decided(size, accumulate, "kept" if size == asked else "tuned", at_bound if size == largest else "request")
+
+
+_CUT = "time was up (max_setup_seconds) before captures could tell"
 
 
 def _range(request: Request, *, fits: bool) -> tuple[int, int, LimitedBy]:

@@ -53,6 +53,7 @@ DoubtKind = Literal[
     "cache",
     "values",
     "epochs",
+    "draws",
     "least results",
     "unchecked",
     "one draw",
@@ -67,10 +68,10 @@ class Doubt:
     """Why a peak is not known exactly, and what else it may be; a footprint's range holds all of its doubts.
 
     ``unknown blocks``: the size of some blocks. ``process``: what is outside the allocator. ``cache``: what it caches.
-    ``values``: the batches drawn differ. ``epochs``: their largest batches do. ``least results``: how large results
-    are. ``unchecked``: no capture has shown how the step grows to this size. ``one draw``: no capture had other values.
-    ``later epochs``: more of the model may be trained. ``workers``: what their processes take. ``measurements``: what
-    runs like it have taken.
+    ``values``: the batches drawn differ. ``epochs``: their largest batches do. ``draws``: the step draws sizes.
+    ``least results``: how large results are. ``unchecked``: no capture has shown how the step grows to this size.
+    ``one draw``: no capture had other values. ``later epochs``: more of the model may be trained. ``workers``: what
+    their processes take. ``measurements``: what runs like it have taken.
     """
 
     kind: DoubtKind
@@ -174,6 +175,11 @@ class Footprint(Shown):
     def most_device_bytes(self) -> int:
         """Bytes compared with a budget: `peak_device_bytes`, or `high` without `yielding_bytes` if that is more."""
         return max(self.peak_device_bytes, self.highest.device_bytes - self.yielding_bytes)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the deadline left out captures that would have told more."""
+        return any(doubt.kind in ("unchecked", "one draw") for doubt in self.doubts)
 
     @property
     def is_partial(self) -> bool:

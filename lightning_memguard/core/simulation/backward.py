@@ -85,12 +85,12 @@ def walking(enter: Callable[[dict[str, Any]], None] | None = None, *, as_plain: 
 # -- saved tensors
 
 
-def hooks_of_saved_tensors() -> tuple[Callable[[Tensor], object], Callable[[Any], Tensor]] | None:
+def hooks_of_saved_tensors() -> tuple[Callable[[Tensor], object], Callable[[Any], Any]] | None:
     """Return the hooks that are on in this thread, without those of a walk itself; None if there are none."""
-    top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    top: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if top is not None and isinstance(top[0], _Hooks):
         return top[0].pack, top[0].unpack
-    return None if top is None or isinstance(getattr(top[0], "__self__", None), _SavedHandles) else top
+    return None if top is None or isinstance(getattr(top[0], "__self__", None), _SavedHandles) else cast(Any, top)
 
 
 class _Hooks:

@@ -439,6 +439,11 @@ def isolated_rng() -> Iterator[None]:
             np.random.set_state(numpy)  # noqa: NPY002 - as above
 
 
+def drawn_so_far() -> tuple[object, ...]:
+    """Return a value that differs once Python or NumPy have drawn a random number."""
+    return random.getstate(), repr(np.random.get_state())  # noqa: NPY002 - as above
+
+
 def seed_all(seed: int) -> None:
     """Seed the generators that `isolated_rng` restores."""
     random.seed(seed)
@@ -694,6 +699,14 @@ def laid_out(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     order = torch._prims_common.suggest_memory_format(args[place])
     if first is not None and not first.is_contiguous(memory_format=order):
         first = torch.empty(first.shape, dtype=first.dtype, device=first.device, memory_format=order)
+    if (
+        place == 0
+        and args[0].device.type == "cpu"
+        and any(each is not None and each.dtype != args[0].dtype for each in args[1:5])
+    ):
+        others = [
+            torch.empty(each.shape, dtype=torch.float32, device=each.device) for each in others
+        ]  # mixed precision
     return first, *others
 
 

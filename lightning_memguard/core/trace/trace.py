@@ -142,7 +142,7 @@ class Trace:
     ``kernels`` and ``scratch_spans`` say which events are scratch, and by which rule. ``batch`` is the shapes and bytes
     of the largest batch that the step was given, if it was noted. ``held_at`` is the place among the events at which
     `holding` puts blocks. ``shares`` is noted in real runs, and ``seconds`` is the processor time that the run took.
-    ``answers`` is noted where something would be compiled.
+    ``answers`` is noted where something would be compiled; ``draws`` if the step drew numbers that sizes may depend on.
     ``kept`` is what each batch leaves behind, and ``work`` what one batch and one optimizer step compute. ``recurs``
     means that its last steps are those in which work recurs. ``counts_steps`` means that a schedule does, and that
     nothing asked how many there will be.
@@ -164,6 +164,7 @@ class Trace:
     recurs: bool = field(default=False, compare=False)
     counts_steps: bool = field(default=False, compare=False)
     answers: Answers = field(default=(), compare=False, repr=False)
+    draws: bool = field(default=False, compare=False)
 
     def __iter__(self) -> Iterator[Event]:
         return iter(self.events)

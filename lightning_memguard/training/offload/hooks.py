@@ -17,7 +17,7 @@ import torch
 from lightning_memguard.core.foreign import patched
 from lightning_memguard.core.simulation.backward import hooks_of_saved_tensors
 
-Pair = tuple[Callable[[torch.Tensor], object], Callable[[Any], torch.Tensor]]
+Pair = tuple[Callable[[torch.Tensor], object], Callable[[Any], Any]]
 
 
 def put_on(pair: Pair) -> str:
@@ -34,15 +34,17 @@ def put_on(pair: Pair) -> str:
 
 def take_off(pair: Pair) -> None:
     """Take hooks off; hooks that the user put on after them, and left, stay on."""
-    autograd, others, top = torch._C._autograd, list[Pair](), None
-    if not _yielding.end(pair):
-        while (top := hooks_of_saved_tensors()) is not None and top[0] is not pair[0]:
-            others.append(top)
-            autograd._pop_saved_tensors_default_hooks()
-        if top is not None:
-            autograd._pop_saved_tensors_default_hooks()
-        for other in reversed(others):
-            autograd._push_saved_tensors_default_hooks(*other)
+    if _yielding.end(pair):
+        return
+    others, top = list[Pair](), hooks_of_saved_tensors()
+    while top is not None:
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+        if top[0] is pair[0]:
+            break
+        others.append(top)
+        top = hooks_of_saved_tensors()
+    for other in reversed(others):
+        torch._C._autograd._push_saved_tensors_default_hooks(*other)
 
 
 class _Yielding:
@@ -50,9 +52,8 @@ class _Yielding:
 
     def __init__(self) -> None:
         self.on: list[Pair] = []  # in all threads
-        self.popped = threading.local()
-        self.lock = threading.RLock()
-        self.patches = contextlib.ExitStack()
+        self.here = threading.local()  # those that are popped
+        self.lock, self.patches = threading.RLock(), contextlib.ExitStack()
 
     def begin(self, pair: Pair) -> None:
         with self.lock:
@@ -66,28 +67,26 @@ class _Yielding:
     def end(self, pair: Pair) -> bool:
         """Forget a pair; the result tells whether it is popped at the moment."""
         with self.lock:
-            self.on = [each for each in self.on if each is not pair]
+            self.on.remove(pair)
             if not self.on:
                 self.patches.close()
-        popped = getattr(self.popped, "pairs", [])
-        if pair in popped:
-            popped.remove(pair)
-            return True
-        return False
+        popped = getattr(self.here, "popped", [])
+        self.here.popped = [each for each in popped if each is not pair]
+        return len(popped) > len(self.here.popped)
 
-    def _disable(self, *args: Any, **kwargs: Any) -> None:
+    def _disable(self, message: str, fail_if_non_empty: bool = True) -> None:
         top = hooks_of_saved_tensors()
-        ours = [pair for pair in self.on if top is not None and pair[0] is top[0]]
-        if ours and args[1:2] != (False,) and kwargs.get("fail_if_non_empty", True):
+        ours = [pair for pair in self.on if fail_if_non_empty and top is not None and pair[0] is top[0]]
+        if ours:
             torch._C._autograd._pop_saved_tensors_default_hooks()
-            self.popped.pairs = [*getattr(self.popped, "pairs", []), ours[0]]
-        self.disable(*args, **kwargs)
+            self.here.popped = [*getattr(self.here, "popped", []), ours[0]]
+        self.disable(message, fail_if_non_empty)
 
     def _enable(self) -> None:
         self.enable()
-        for pair in getattr(self.popped, "pairs", []):
+        popped, self.here.popped = getattr(self.here, "popped", []), []
+        for pair in popped:
             torch._C._autograd._push_saved_tensors_default_hooks(*pair)
-        self.popped.pairs = []
 
 
 _yielding = _Yielding()

@@ -1,16 +1,17 @@
 """Where saved tensors go: memory of the host, or a temporary file; and how their bytes get there and back.
 
 With fake tensors nothing goes anywhere and all else runs as it is, so a capture allocates and frees on the device what
-the step does. No GPU has run the copies of `_Link` yet.
+the step does.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import io
 import os
 import tempfile
 from collections import deque
-from collections.abc import Iterable
 from pathlib import Path
 from typing import IO, Any
 
@@ -18,7 +19,8 @@ import torch
 from torch import Tensor
 
 from lightning_memguard.core.device.host import available_memory
-from lightning_memguard.training.offload.space import Space
+from lightning_memguard.core.isolation.pool import in_child
+from lightning_memguard.training.offload.space import ROUND_BYTES, Space
 from lightning_memguard.units import MIB
 
 _CHUNK_BYTES = 64 * MIB  # of host memory that is allocated at once; pinning takes milliseconds
@@ -39,6 +41,18 @@ class Place:
         self.space.freed.append((self.offset, self.nbytes))
 
 
+def laid_over(
+    storage: torch.UntypedStorage,
+    device: torch.device,
+    dtype: torch.dtype,
+    offset: int,
+    shape: tuple[int, ...],
+    stride: tuple[int, ...] = (1,),
+) -> Tensor:
+    """Return a tensor over the memory of a storage."""
+    return torch.empty(0, dtype=dtype, device=device).set_(storage, offset, shape, stride)
+
+
 # -- a file
 
 
@@ -53,19 +67,25 @@ class File:
         self.is_fake, self._space = is_fake, Space()
         self._file: IO[bytes] | None = None
 
-    def write(self, storage: torch.UntypedStorage, start: int, nbytes: int, device: torch.device) -> Place:
-        """Write a part of a storage.
+    def write(self, storage: torch.UntypedStorage, device: torch.device) -> Place:
+        """Write a storage.
 
         Raises:
             OSError: there is no folder for it, the disk is full, or it fails.
         """
+        nbytes = storage.nbytes()
         place = Place(self, self._space, self._space.take(nbytes) or 0, nbytes)
         if not self.is_fake:
-            if self._file is None:
-                self._file = tempfile.TemporaryFile(buffering=0, dir=folder())  # noqa: SIM115 - it outlives this call
+            if self._file is None:  # a child that captures may write no file: its memory is watched, not saved
+                made = io.BytesIO() if in_child() else tempfile.TemporaryFile(buffering=0, dir=folder())  # noqa: SIM115
+                self._file = made
             self._file.seek(place.offset)
-            for piece in _pieces(_over(storage, start, nbytes, device)):
-                _write_all(self._file, _bytes_of(piece.cpu()))
+            if device.type == "cpu":
+                _write_all(self._file, storage.data_ptr(), nbytes)
+            else:
+                for piece in laid_over(storage, device, torch.uint8, 0, (nbytes,)).split(_STAGED_BYTES):
+                    host = piece.cpu()
+                    _write_all(self._file, host.data_ptr(), host.nbytes)
         return place
 
     def read(self, place: Place, into: Tensor) -> None:
@@ -78,19 +98,16 @@ class File:
             return
         try:
             self._file.seek(place.offset)
-            for piece in _pieces(into):
-                host = piece if piece.device.type == "cpu" else torch.empty_like(piece, device="cpu")
-                _read_all(self._file, _bytes_of(host))
-                if host is not piece:
+            for piece in (into,) if into.device.type == "cpu" else into.split(_STAGED_BYTES):
+                host = torch.empty_like(piece, device="cpu") if piece is not into else into
+                _read_all(self._file, host.data_ptr(), host.nbytes)
+                if host is not into:
                     piece.copy_(host)
         except OSError as error:
             raise RuntimeError(
-                f"MemGuard cannot read {place.nbytes} bytes of saved activations back from its temporary file in "
-                f"{folder()}, and the backward pass needs them: {error}"
+                f"MemGuard cannot read {place.nbytes} bytes of saved activations back from its temporary file, and the "
+                f"backward pass needs them: {error}"
             ) from error
-
-    def land(self) -> None:
-        """Wait for nothing: what is written is written."""
 
 
 def folder() -> Path:
@@ -110,36 +127,31 @@ def folder() -> Path:
 def in_memory(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> bool:
     """Whether the files of a folder take memory, as those in tmpfs do; False if the system does not say."""
     device = path.stat().st_dev
-    number = f"{os.major(device)}:{os.minor(device)}" if hasattr(os, "major") else ""
     try:
         lines = mounts.read_text().splitlines()
     except OSError:
         return False
     # man 5 proc: id parent major:minor root mount-point options [tags ...] - type source super-options
-    kinds = (line.partition(" - ")[2].split()[0] for line in lines if line.split()[2] == number)
-    return any(kind in _IN_MEMORY for kind in kinds)
+    number = f"{os.major(device)}:{os.minor(device)}"
+    return any(line.split()[2] == number and line.partition(" - ")[2].split()[0] in _IN_MEMORY for line in lines)
 
 
-def _pieces(whole: Tensor) -> Iterable[Tensor]:
-    """Of memory of the host all at once; of other devices parts, as each needs a copy on the host."""
-    return (whole,) if whole.device.type == "cpu" else whole.split(_STAGED_BYTES)
+def _memory(address: int, nbytes: int) -> memoryview:
+    return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
 
 
-def _bytes_of(tensor: Tensor) -> memoryview:
-    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+def _write_all(file: IO[bytes], address: int, nbytes: int) -> None:
+    while nbytes:
+        count = file.write(_memory(address, nbytes))
+        address, nbytes = address + count, nbytes - count
 
 
-def _write_all(file: IO[bytes], view: memoryview) -> None:
-    while len(view):
-        view = view[file.write(view) :]
-
-
-def _read_all(file: Any, view: memoryview) -> None:
-    while len(view):
-        count = file.readinto(view)
+def _read_all(file: Any, address: int, nbytes: int) -> None:
+    while nbytes:
+        count = file.readinto(_memory(address, nbytes))
         if not count:
-            raise OSError("the file ends before")
-        view = view[count:]
+            raise OSError("it ends too early")
+        address, nbytes = address + count, nbytes - count
 
 
 # -- memory of the host
@@ -155,7 +167,6 @@ class Host:
     """
 
     def __init__(self, device: torch.device, most_bytes: int | None, *, is_fake: bool) -> None:
-        self.is_fake = is_fake
         self._link = None if is_fake else _Link(device)
         if most_bytes is None:
             memory = available_memory()
@@ -163,17 +174,20 @@ class Host:
         self._left_bytes = most_bytes
         self._chunks: list[tuple[Space, Tensor | None]] = []
         self._is_asynchronous = device.type == "cuda"
-        self._in_flight: deque[tuple[torch.UntypedStorage, int, Any]] = deque()
+        self._in_flight: deque[tuple[torch.UntypedStorage, Any]] = deque()
         self._in_flight_bytes = 0
 
-    def write(self, storage: torch.UntypedStorage, start: int, nbytes: int, device: torch.device) -> Place | None:
-        """Copy a part of a storage; None if there is no room. The original is held until its copy is done."""
+    def write(self, storage: torch.UntypedStorage, device: torch.device) -> Place | None:
+        """Copy a storage, which is held until the copy is done; None if there is no room."""
+        nbytes = storage.nbytes()
         place = self._take(nbytes)
         if place is None:
             return None
-        done = self._link.out(_over(storage, start, nbytes, device), _part(place)) if self._link is not None else None
+        done = None
+        if self._link is not None:
+            done = self._link.out(laid_over(storage, device, torch.uint8, 0, (nbytes,)), _part(place))
         if self._is_asynchronous:
-            self._in_flight.append((storage, nbytes, done))
+            self._in_flight.append((storage, done))
             self._in_flight_bytes += nbytes
             while len(self._in_flight) > 1 and self._in_flight_bytes > _IN_FLIGHT_BYTES:
                 self._land_one()
@@ -181,6 +195,7 @@ class Host:
 
     def read(self, place: Place, into: Tensor) -> None:
         """Copy back what was copied."""
+        self.land()
         if self._link is not None:
             self._link.back(_part(place), into)
 
@@ -190,19 +205,19 @@ class Host:
             self._land_one()
 
     def _land_one(self) -> None:
-        storage, nbytes, done = self._in_flight.popleft()
-        self._in_flight_bytes -= nbytes
-        if self._link is not None:
-            self._link.wait(done)
-        del storage  # from here on the device may use its memory again
+        storage, done = self._in_flight.popleft()
+        self._in_flight_bytes -= storage.nbytes()
+        if done is not None:
+            stream, event = done
+            stream.wait_event(event)  # from here on it may use the memory again
 
     def _take(self, nbytes: int) -> Place | None:
         for space, memory in self._chunks:
             offset = space.take(nbytes)
             if offset is not None:
                 return Place(self, space, offset, nbytes, memory)
-        # PyTorch pins powers of two (CachingHostAllocator.h).
-        size = max(_CHUNK_BYTES, 1 << (nbytes - 1).bit_length())
+        size = 1 << (max(nbytes, ROUND_BYTES) - 1).bit_length()  # PyTorch pins powers of two (CachingHostAllocator.h)
+        size = max(size, _CHUNK_BYTES if self._left_bytes >= _CHUNK_BYTES else 0)
         if size > self._left_bytes:
             return None
         self._chunks.append((Space(size), self._link.memory(size) if self._link is not None else None))
@@ -211,8 +226,9 @@ class Host:
 
 
 class _Link:
-    """Copies between a device and the host: of CUDA on a stream of their own, in order, so that memory of the host is
-    never written before it was read; of other devices at once.
+    """Copies between a device and the host: of CUDA on a stream of their own, of other devices at once.
+
+    They run in order, so that memory of the host is not written before it was read. Not yet run on a GPU.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -221,39 +237,30 @@ class _Link:
 
     def memory(self, nbytes: int) -> Tensor:
         if self.stream is not None:
-            try:
+            with contextlib.suppress(RuntimeError):  # the system pins no more: copies from other memory wait
                 return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
-            except RuntimeError:  # the system pins no more: copies from such memory wait
-                pass
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
     def out(self, source: Tensor, host: Tensor) -> Any:
+        """Return the stream that the memory of ``source`` goes back to, and the event after which it may."""
         if self.stream is None:
             host.copy_(source)
             return None
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        compute = torch.cuda.current_stream(self.device)
+        self.stream.wait_stream(compute)
         with torch.cuda.stream(self.stream):
             host.copy_(source, non_blocking=True)
-            return self.stream.record_event()
+            return compute, self.stream.record_event()
 
     def back(self, host: Tensor, into: Tensor) -> None:
         if self.stream is None:
             into.copy_(host)
             return
         compute = torch.cuda.current_stream(self.device)
-        self.stream.wait_stream(compute)  # its memory may be in use until now
+        self.stream.wait_stream(compute)  # what used the memory of ``into`` before may still run
         with torch.cuda.stream(self.stream):
             into.copy_(host, non_blocking=True)
         compute.wait_stream(self.stream)
-
-    def wait(self, done: Any) -> None:
-        if self.stream is not None:
-            torch.cuda.current_stream(self.device).wait_event(done)
-
-
-def _over(storage: torch.UntypedStorage, start: int, nbytes: int, device: torch.device) -> Tensor:
-    """The bytes of a storage as a tensor."""
-    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, start, (nbytes,), (1,))  # type: ignore[call-overload, no-any-return]
 
 
 def _part(place: Place) -> Tensor:

@@ -140,7 +140,8 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
             ranks comes as close to it as it can without passing it, with the largest batches that fit. ``None``: the
             accumulation stays as it is.
         max_setup_seconds: how long predictions may take before the run starts. After that, the decision is made from
-            what is known, with a range and a note, or the run is not tuned. ``None`` for as long as it takes.
+            what is known, with a range and a note, or the run is not tuned; a batch shrinks only if even the least
+            does not fit. ``None`` for as long as it takes.
         offload: what becomes of a training batch that will not fit. ``"if_needed"``: its step runs whole, once, and
             keeps the activations that exceed the device in host memory until its backward pass: the same operators on
             the same tensors, slower by the transfers. ``"always"``: each step does, which lets larger batches fit.

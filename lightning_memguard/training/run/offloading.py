@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 from lightning_memguard.core.batch.nesting import batch_bytes
 from lightning_memguard.core.device.budget import read_budget
+from lightning_memguard.core.device.malloc import return_freed_memory
 from lightning_memguard.report.failure import Larger, Offloaded, announcement, less_room_words, surprise_words
 from lightning_memguard.training.facts.ranks import attempt
 from lightning_memguard.training.offload.engine import Offload
@@ -67,6 +68,7 @@ class Offloading:
         self._is_on = self._has_moved = self._whole_ran = self._usual_fits = False
         self._due, self._retries, self._pieces_bytes, self._measured_bytes = 0.0, 0, 0, 0
         self._room = Room(0, 0)
+        self._undo: list[Callable[[], None]] = []
         self._plans: dict[object, Plan] = {}  # by the shapes of a batch; () for the usual ones
         self._plan = Plan(None, must_move=False)
         self._rests: dict[Kind, Offloaded | None] = {}
@@ -179,6 +181,8 @@ class Offloading:
             return
         self._offload.keep_bytes = kept
         if not self._is_on:
+            if not self._undo:  # the room is tight from now on
+                self._undo.append(return_freed_memory(self._strategy.root_device))
             self._is_on, self._own = True, vars(self._strategy).get("training_step")
             step = self._strategy.training_step
             self._strategy.training_step = partial(self._run, step)
@@ -210,3 +214,5 @@ class Offloading:
         """Leave the strategy as it was."""
         self._take_away()
         self._offload.close()
+        while self._undo:
+            self._undo.pop()()

@@ -92,7 +92,7 @@ def _obstacle(size: int, settings: GuardSettings, footprint: Attempt[Footprint],
     if footprint.value is None:
         return footprint.reason
     need, usable = footprint.value.most_device_bytes, budget.usable_bytes
-    if need <= usable:
+    if need <= usable or footprint.value.is_cut:
         return ""
     return f"that needs {format_bytes(need)} and {budget.device} offers {format_bytes(usable)}"
 

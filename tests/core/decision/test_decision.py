@@ -11,7 +11,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from lightning_memguard.core.decision.decision import Budget, Decision, Limits, Request, decide, largest_that
-from lightning_memguard.core.replay.footprint import Footprint
+from lightning_memguard.core.replay.footprint import Footprint, Peak
 from lightning_memguard.core.trace.trace import OPTIONAL_PARTS, PARTS
 from lightning_memguard.errors import DoesNotFitError, MemGuardError
 from lightning_memguard.units import GIB
@@ -361,3 +361,43 @@ def test_it_tries_the_largest_first_and_few_others():
 
 def test_the_number_believed_good_is_not_tried():
     assert largest_that(lambda number: False, 5, 9) == 5
+
+
+# A survey that a deadline cut short
+
+
+def cut(n: int) -> Footprint:
+    """Captured up to 8 samples, a byte each; beyond, as much as if all of it grew with the square."""
+    found = ONE_BYTE_EACH(n)
+    return found if n <= 8 else found.doubted("unchecked", found.peak.plus(n * n // 8 - n))
+
+
+def test_a_deadline_shrinks_no_batch() -> None:
+    decision = chosen(100, cut, batch_size=64)
+    assert (decision.batch_size, decision.outcome, decision.limited_by) == (64, "kept", "request")
+    assert (decision.verdict, decision.fits) == ("unknown", False)
+    assert decision.reason == (
+        "batch size 64 is unchanged, and whether it fits is unknown: time was up (max_setup_seconds) before captures "
+        "could tell. It takes 64 of 100 B usable, or up to 512 B."
+    )
+
+
+def test_what_even_the_least_disproves_is_shrunk_after_a_deadline_too() -> None:
+    assert chosen(100, cut, batch_size=200).batch_size == 28, "28 x 28 / 8 = 98"
+
+
+def test_after_a_deadline_a_batch_grows_as_far_as_the_most_fits() -> None:
+    assert chosen(100, cut, batch_size=16).batch_size == 28
+
+
+def test_a_batch_that_the_user_limits_is_not_kept_beyond_the_limit() -> None:
+    assert chosen(100, cut, batch_size=64, max_batch_size=32).batch_size == 28
+
+
+def test_where_not_even_the_smallest_fits_for_sure_a_deadline_keeps_what_was_asked_for() -> None:
+    def nothing_captured(n: int) -> Footprint:
+        return ONE_BYTE_EACH(n).doubted("one draw", Peak(1000, 1000, 1000))
+
+    assert chosen(100, nothing_captured, batch_size=64).batch_size == 64
+    with pytest.raises(DoesNotFitError):
+        chosen(100, footprints(lambda n: n + 1000), batch_size=64)

@@ -309,11 +309,11 @@ def test_where_one_of_several_cannot_be_resized_all_are_kept() -> None:
 
 
 @pytest.mark.parametrize("run", ["validate", "test", "predict"])
-def test_an_evaluation_alone_sizes_its_loaders(run: str) -> None:
+def test_an_evaluation_alone_keeps_the_sizes_of_its_loaders(run: str) -> None:
     module = module_of()
     loaders = [DataLoader(numbered(), 8), DataLoader(numbered(60), 8)]
-    getattr(trainer_of(MemGuard(batch_size="largest", max_batch_size=30)), run)(module, loaders)
-    assert module.evaluated == [30, 30, 30, 10, 30, 30]
+    getattr(trainer_of(MemGuard(batch_size="largest")), run)(module, loaders)
+    assert module.evaluated == [*[8] * 12, 4, *[8] * 7, 4]
 
 
 # -- what cannot be sized is predicted, kept, and said
@@ -463,7 +463,7 @@ def test_the_sizes_of_all_loaders_are_printed_and_recorded(caplog: pytest.LogCap
         MemGuard(batch_size="largest", max_batch_size=10),
     )
     assert (decision.batch_size, decision.loader_batch_sizes) == (10, (10, 20))
-    for words in ("Predicted at batch size 10 + 20", "batch size 10 + 20 (was 4 + 8): ", "batch size 10 + 20, 1 epoch"):
+    for words in ("batch size 10 + 20 (was 4 + 8) fits: ", "batch size 10 + 20, 1 epoch"):
         assert words in caplog.text
 
 
@@ -536,19 +536,13 @@ def test_a_loader_made_again_that_cannot_be_resized_trains_as_it_is() -> None:
 
 
 def test_a_loader_that_lightning_makes_again_keeps_the_size() -> None:
-    """`overfit_batches` and predict rebuild loaders from the arguments that Lightning recorded in the hook."""
+    """`overfit_batches` rebuilds loaders from the arguments that Lightning recorded in the hook."""
 
     class Data(pl.LightningDataModule):
         def train_dataloader(self) -> Any:
             return Forgetful(numbered(), "once", batch_size=4, shuffle=True)
 
-        def predict_dataloader(self) -> Any:
-            return DataLoader(numbered(), batch_size=4, drop_last=True)
-
     assert [shape[0] for shape in fitted(Data(), 30, overfit_batches=2).shapes] == [30, 30]
-    module = module_of()
-    trainer_of(MemGuard(batch_size="largest", max_batch_size=30)).predict(module, datamodule=Data())
-    assert module.evaluated == [30, 30, 30, 10]
 
 
 def test_a_subclass_that_names_its_size_otherwise_is_left_alone_where_it_is_made_again() -> None:

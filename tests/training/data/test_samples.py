@@ -25,12 +25,14 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
 from lightning_memguard import CannotTraceError, MemGuard
 from lightning_memguard.core.batch.batches import EPOCHS, Epoch
-from lightning_memguard.core.capture.predict import predict
+from lightning_memguard.core.capture.predict import StepFailsError, predict
 from lightning_memguard.core.capture.program import LoopProgram
+from lightning_memguard.core.decision.decision import Budget, Request
 from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.training.data import samples
 from lightning_memguard.training.data.copies import copy_for_reading
 from lightning_memguard.training.data.loaders import source_of
+from lightning_memguard.training.planning.search import largest_that_runs
 
 
 def draw(loader: Any) -> samples.LoaderSamples:
@@ -130,6 +132,41 @@ def test_uneven_samples_are_predicted_with_the_range_of_epochs(shuffle: bool) ->
     assert found.high is not None
     assert found.low.allocated_bytes < found.peak_allocated_bytes < found.high.allocated_bytes
     assert found.high.allocated_bytes < 1.1 * found.low.allocated_bytes, "the longest sample is in each epoch"
+
+
+def by_sample(model: nn.Module, items: list[torch.Tensor]) -> torch.Tensor:
+    """A loop over the samples, as every detector's matcher is."""
+    return sum((model(each.float()[:, None]).square().mean() for each in items), start=torch.zeros(()))
+
+
+def one_value_a_sample(model: nn.Module, items: list[torch.Tensor]) -> torch.Tensor:
+    """Batch norm over as many values as samples, which refuses one."""
+    means = torch.stack([model(each.float()[:, None]).mean() for each in items])
+    return nn.functional.batch_norm(means[:, None], None, None, training=True).sum()
+
+
+def spread(model: nn.Module, items: list[torch.Tensor]) -> torch.Tensor:
+    if len(items) < 3:
+        raise ValueError("no spread of so few")
+    return model(torch.cat(items).float()[:, None]).std()
+
+
+@pytest.mark.parametrize("step", [by_sample, one_value_a_sample, spread])
+def test_uneven_samples_keep_their_growth_and_begin_at_the_least_size_that_runs(step: Any) -> None:
+    torch.manual_seed(0)
+    loader = DataLoader(of_lengths(*range(10, 60)), batch_size=4, shuffle=True, collate_fn=lambda items: items)
+    batches, none = draw(loader).batches, lambda parameters: torch.optim.SGD(parameters, lr=0.1)
+    program = LoopProgram(nn.Linear(1, 8), batches, step, none, torch.device("cpu"))
+    prediction = predict(program, 4, AllocatorSettings.for_device("cpu", {}))
+    assert prediction.curve.scalable
+    usable = prediction.footprint_at(9).most_device_bytes
+    found, proven = largest_that_runs(prediction, Budget(usable, usable, 0, "given"), Request(4, max_batch_size=16))
+    assert 7 <= found.batch_size <= 10
+    assert found.batch_size in proven.curve.proofs
+    least = Request(4, max_batch_size=1)
+    if step is not by_sample:
+        with pytest.raises(StepFailsError, match="at batch size 1 the step could not run"):
+            largest_that_runs(prediction, Budget(usable, usable, 0, "given"), least)
 
 
 @pytest.mark.parametrize("keeps", [True, False])

@@ -242,7 +242,7 @@ def test_a_fit_that_fits_takes_two_lines(
 
 
 def test_a_guard_is_shown_in_one_line(trainer: Any, small: Any, dataset: TensorDataset) -> None:
-    guard = MemGuard("check", budget="1GiB")
+    guard = MemGuard("check", budget="1GiB", min_steps_per_epoch=50)
     assert repr(guard) == "MemGuard(mode='check', budget='1GiB')"
     trainer(guard).fit(small(), DataLoader(dataset, batch_size=10))
     assert guard.decision is not None

@@ -198,7 +198,7 @@ def test_limits_of_what_is_evaluated_alone(trainer: Any, dataset: TensorDataset,
     module, guard = Counted(), MemGuard(batch_size="largest", max_batch_size=10)
     run = trainer(guard, **{f"limit_{stage}_batches": limit})
     getattr(run, stage)(module, DataLoader(dataset, batch_size=4))
-    assert module.evaluated == {0: [], 2: [4] * 2, 0.5: [8] * 6}[limit]  # half of 25 batches of 4 are 48 samples
+    assert module.evaluated == {0: [], 2: [4] * 2, 0.5: [4] * 12}[limit]
 
 
 @pytest.mark.parametrize("profiler", ["simple", "advanced", "pytorch"])

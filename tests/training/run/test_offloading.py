@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_memguard import MemGuard
 from lightning_memguard.core.capture.curve import Curve
-from lightning_memguard.core.replay.footprint import Footprint, Peak
+from lightning_memguard.core.replay.footprint import Doubt, Footprint, Peak
 from lightning_memguard.training.offload import engine
 from lightning_memguard.training.run import offloading
 from lightning_memguard.units import KIB, MIB
@@ -140,13 +140,18 @@ def test_check_mode_never_moves_anything(train: Train) -> None:
 
 
 def scaled(footprint: Footprint, factor: float) -> Footprint:
-    parts = {name: int(nbytes * factor) for name, nbytes in footprint.parts.items()}
-    peaks = [int(each * factor) for each in (footprint.peak_allocated_bytes, footprint.peak_reserved_bytes)]
-    high = Peak(*(int(1.4 * nbytes) for nbytes in (*peaks, peaks[1])))
+    """A prediction that many times the right one, whose upper bound is 40 % above it."""
+    peak = footprint.peak
+    allocated, reserved = int(peak.allocated_bytes * factor), int(peak.reserved_bytes * factor)
+    high = Peak(*(int(1.4 * nbytes) for nbytes in (allocated, reserved, reserved)))
     return replace(
-        footprint, peak_allocated_bytes=peaks[0], peak_reserved_bytes=peaks[1], peak_device_bytes=peaks[1], parts=parts,
-        low=Peak(*peaks, peaks[1]), high=high,
-    )  # fmt: skip
+        footprint,
+        peak_allocated_bytes=allocated,
+        peak_reserved_bytes=reserved,
+        peak_device_bytes=reserved,
+        parts={name: int(nbytes * factor) for name, nbytes in footprint.parts.items()},
+        doubts=(Doubt("unchecked", (high,)),),
+    )
 
 
 def test_a_prediction_that_was_too_low_moves_what_it_had_not_foreseen(
@@ -213,7 +218,7 @@ def test_always_lets_a_larger_batch_fit_and_trains_the_same_weights(trainer: Any
 
     def chosen(**settings: Any) -> tuple[int, dict[str, torch.Tensor]]:
         pl.seed_everything(0, verbose=False)
-        module, guard = Deep(), MemGuard(**settings)
+        module, guard = Deep(), MemGuard(batch_size="largest", **settings)
         trainer(guard).fit(module, DataLoader(data, batch_size=8))
         assert guard.decision is not None
         return guard.decision.batch_size, module.state_dict()
