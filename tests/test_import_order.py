@@ -173,6 +173,7 @@ ROOMS = {
         "tune",
         "resume",
         "batch_monitor",
+        "own_size",
         "aftermath",
         "measuring",
         "offloading",

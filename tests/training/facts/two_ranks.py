@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memguard import MemGuard
 from lightning_memguard.core.range import NOTHING
-from lightning_memguard.training.run import profile, tune
+from lightning_memguard.training.run import choose, profile
 from lightning_memguard.units import KIB
 from tests.forks import run_all
 
@@ -89,8 +89,8 @@ def fit(
 def failing_on_rank_one() -> Any:
     """One rank's data, model or driver may fail where the other's does not."""
     if RANK == 1:
-        return mock.patch.object(tune, "read_run", side_effect=ZeroDivisionError("only here"))
-    return mock.patch.object(tune, "read_run", tune.read_run)
+        return mock.patch.object(choose, "read_run", side_effect=ZeroDivisionError("only here"))
+    return mock.patch.object(choose, "read_run", choose.read_run)
 
 
 def one_fails() -> dict[str, Any]:
