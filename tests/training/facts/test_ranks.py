@@ -121,7 +121,7 @@ def test_spawned_ranks_choose_alike(tmp_path: Path) -> None:
         "    data = TensorDataset(torch.randn(1000, 16), torch.randint(0, 4, (1000,)))\n"
         "    trainer = pl.Trainer(accelerator='cpu', devices=2, strategy='ddp_spawn', max_epochs=1, logger=False,\n"
         "        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,\n"
-        "        callbacks=[MemGuard(budget=100 * KIB)])\n"
+        "        callbacks=[MemGuard(batch_size='largest', budget=100 * KIB)])\n"
         "    trainer.fit(Telling(), DataLoader(data, batch_size=4))\n"
     )
     words = [sys.executable, program]
