@@ -19,17 +19,19 @@ import torch
 from torch import Tensor
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
 
 from lightning_memguard.core.foreign import aten, find, gaps, nothing, patched
 from lightning_memguard.core.gpus import Gpu
 from lightning_memguard.core.isolation.pool import in_child
-from lightning_memguard.core.simulation import cudnn_rnn, sdpa, streams
+from lightning_memguard.core.simulation import cudnn_rnn, quantized, sdpa, streams
 from lightning_memguard.core.simulation.constants import KnownFakeMode
 from lightning_memguard.core.simulation.fake import Function
 from lightning_memguard.errors import CannotTraceError
 
 FAKE_DEVICE = torch.device("cuda", 0)  # the only device under `simulated_cuda`, whichever is trained on
 
+_library = torch.library.Library("aten", "IMPL")  # what is registered by it lasts as long as it does
 _CUDA, _META, _LAZY = 1, 14, 17  # c10::DeviceType (torch/headeronly/core/DeviceType.h)
 _REGISTRY = "_ZN3c104impl26device_guard_impl_registryE"
 _REGISTER = "_ZN3c104impl19registerDeviceGuardENS_10DeviceTypeEPKNS0_24DeviceGuardImplInterfaceE"
@@ -82,6 +84,15 @@ def _guard_cuda() -> None:
         torch._C._ensureCUDADeviceGuardSet()
     if registry[_CUDA] in (None, registry[_LAZY]):
         register(_CUDA, registry[_META])  # its device is "meta": `.to("cuda")` then needs an index
+    if not has_own:
+        _give_kernels()
+
+
+@functools.cache
+def _give_kernels() -> None:
+    """Register kernels that a build for the CPU alone lacks: it would take these operators apart."""
+    for name in ("silu_backward", "mish_backward"):
+        _library.impl(name, lambda grad, _: torch.empty_like(grad), "CUDA")
 
 
 @contextmanager
@@ -102,6 +113,7 @@ def simulated_cuda(gpu: Gpu) -> Iterator[None]:
         for name, answer in _torch_cuda_of(gpu).items():
             exits.enter_context(patched(torch.cuda, **{name: answer}))
         exits.enter_context(patched(fake_tensor, init_gpu_context=nothing))
+        exits.enter_context(quantized.cuda_simulated())
         pin: Function = torch.Tensor.pin_memory
 
         def pinned(tensor: Tensor, *args: object, **kwargs: object) -> object:
@@ -256,12 +268,26 @@ _PATCHED: tuple[tuple[ModuleType, str, Function], ...] = (
     (torch, "rms_norm", _rms_norm),
     *((find("torch._VF"), name, _rnn) for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")),
 )
-_OVERRIDES = {getattr(home, name): override for home, name, override in _PATCHED if hasattr(home, name)}
+# By torch's own function: a user may have put a wrapper in its place.
+_OVERRIDES = {getattr(torch._C._VariableFunctions, name, None): override for _, name, override in _PATCHED}
+_OVERRIDES[torch._C._nn.scaled_dot_product_attention] = _attention
+
+
+class _Overriding(TorchFunctionMode):
+    """Mode in which a user's wrapper around one of these functions calls the kernel of the simulated GPU."""
+
+    def __torch_function__(
+        self, func: Function, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> object:
+        return call(func, args, kwargs or {}) if is_overridden(func, args) else func(*args, **(kwargs or {}))
 
 
 def _overriding(func: Function) -> Function:
     def ask(*args: object, **kwargs: object) -> object:
-        return call(func, args, kwargs) if is_overridden(func, args) else func(*args, **kwargs)
+        if is_overridden(func, args):
+            return call(func, args, kwargs)
+        with nullcontext() if func in _OVERRIDES else _Overriding():
+            return func(*args, **kwargs)
 
     return functools.wraps(func)(ask)
 

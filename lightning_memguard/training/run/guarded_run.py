@@ -16,7 +16,6 @@ from lightning_memguard.core.decision.record import EpochRecord, Measured
 from lightning_memguard.core.device.malloc import KEPT_FREED_RATIO, Trimmer, return_freed_memory
 from lightning_memguard.core.device.meter import ActualSnapshot, save_snapshot_now
 from lightning_memguard.core.device.out_of_memory import ran_out_of_memory
-from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.core.replay.learned import range_after
 from lightning_memguard.core.replay.snapshot import save_snapshot
 from lightning_memguard.core.trace.kept import MOST_EPOCHS
@@ -41,6 +40,7 @@ from lightning_memguard.training.run.guard_settings import GuardSettings
 from lightning_memguard.training.run.measuring import Measuring
 from lightning_memguard.training.run.offloading import Offloading
 from lightning_memguard.training.run.overrun import OverrunWatch
+from lightning_memguard.training.run.own_size import OwnSize
 from lightning_memguard.training.run.profile import RunProfile
 from lightning_memguard.training.run.resume import is_over, resume, saved_in
 from lightning_memguard.training.run.run_report import folder_of, report_of
@@ -82,7 +82,7 @@ class GuardedRun:
         self._sized = False
         self._undo: list[Callable[[], None]] = []
         self._oom_kills = oom_kills()
-        self._own_size = 0  # of loaders that a hook has made at another batch size than at setup
+        self._own = OwnSize()
         self._watches: dict[str, BatchWatch | None] = {}  # by role
         self._folder: Path | None = None
         self._report: Report | None = None
@@ -121,8 +121,7 @@ class GuardedRun:
         tunes, validation = self.settings.mode == "tune", profile.run.validation_info
         free = tunes and profile.request.free_to_choose
         rewrite = partial(rewrite_loaders, self.trainer, profile.facts)
-        asked = self._batch_size if free else None
-        self._undo.append(rewrite(profile.loader_info, asked, made=self._note_own_size))
+        self._undo.append(rewrite(profile.loader_info, self._batch_size if free else None, made=self._note_own_size))
         if validation is not None:
             own_size = validation.batch_size
             follows = free and not validation.fixed_because
@@ -138,29 +137,8 @@ class GuardedRun:
             self._warn(said)
 
     def _note_own_size(self, size: int) -> None:
-        """Note the batch size that a hook has given its loaders in place of the one at setup; 0 for that."""
-        profile = self.tuning.profile
-        if profile is None or size == self._own_size or not self.trains:
-            return
-        self._own_size = size
-        self._follow_steps(profile)
-        if size and self.trainer.is_global_zero:
-            asked = self.decision.requested_batch_size
-            say(f"MemGuard: the loader has batch size {size} now, not {asked} as at setup, and keeps it.")
-
-    @property
-    def _size_now(self) -> int:
-        return self._own_size or self.decision.batch_size
-
-    @property
-    def _footprint_now(self) -> Footprint | None:
-        """The prediction at the size of the loader, and on batches like those that were larger than expected."""
-        profile, watch = self.tuning.profile, self._watches.get("train")
-        if not self._own_size or profile is None:
-            return self.decision.footprint
-        if watch is not None and watch.largest:
-            return watch.largest[0].footprint
-        return attempt(lambda: profile.footprint_at(self._own_size)).value or self.decision.footprint
+        if self.trains and self._own.note(size, self.decision, speaks=self.trainer.is_global_zero):
+            self._follow_steps()
 
     def _validation_size(self, own_size: int) -> int:
         """Return the size to make validation loaders with, 0 to leave them: at their own, whatever a hook reads now."""
@@ -169,23 +147,18 @@ class GuardedRun:
 
     def _follow(self) -> None:
         """Set the batch size and accumulation that schedules and loggers read."""
-        decision = self.decision
-        if decision.outcome == "tuned" or self._sized:
+        if self.decision.outcome == "tuned" or self._sized:
             undo = set_batch_size(self.module, self.trainer.datamodule, self._size_to_set)  # type: ignore[attr-defined]
             self._undo.append(undo)
             self._sized = True
-        if self.tuning.profile is not None:
-            self._follow_steps(self.tuning.profile)
+        self._follow_steps()
 
-    def _follow_steps(self, profile: RunProfile) -> None:
-        decision = self.decision
-        if self.trains:
-            own = self._own_size
-            facts = profile.facts.divided(1 if own else decision.pieces)
-            batches = decision.requested_accumulate_grad_batches if own else decision.accumulate_grad_batches
-            self._set("accumulate_grad_batches", batches)
-            self._set("limit_train_batches", facts.limits["train"])
-            self._set("val_check_interval", facts.val_check_interval)
+    def _follow_steps(self) -> None:
+        profile = self.tuning.profile
+        if profile is None:
+            return
+        for name, value in self._own.settings(self.decision, profile.facts).items() if self.trains else ():
+            self._set(name, value)
         if self._watches:
             self._watch_batches(profile)
 
@@ -299,7 +272,7 @@ class GuardedRun:
         self._growth = attempt(lambda: _growth_watch(self.trainer, self.module, profile)).value
 
     def _watch_batches(self, profile: RunProfile) -> None:
-        runs = {"train" if self.trains else "val": (profile.step, self._size_now)}
+        runs = {"train" if self.trains else "val": (profile.step, self._own.batch_size(self.decision))}
         if profile.validation is not None and profile.evaluation is not None:
             runs["val"] = (profile.evaluation, profile.validation.batch_size)
         self._watches = {role: attempt(partial(BatchWatch, profile, *run)).value for role, run in runs.items()}
@@ -332,7 +305,8 @@ class GuardedRun:
             self._try_writing("snapshot", recorder.close)
 
     def _warn_of_overrun(self, measured: Measured, batch: object = None, batch_idx: int | None = None) -> None:
-        known = self.decision, self._footprint_now, self._watches.get("train")
+        decision, watch = self.decision, self._watches.get("train")
+        known = decision, self._own.footprint(decision, self.tuning.profile, watch), watch
         if said := self._overruns.note(*known, measured, batch, batch_idx):
             self._warn(said)
 
@@ -428,14 +402,14 @@ class GuardedRun:
 
     def _record(self) -> EpochRecord | None:
         decision = self.decision
-        footprint = self._footprint_now
+        footprint = self._own.footprint(decision, self.tuning.profile, self._watches.get("train"))
         if footprint is None or decision.budget is None:
             return None
         measured, budget = self.measuring.peak_by_part(), decision.budget
         if footprint.phase == "checkpoint":
             measured = measured.of_process()
         measured = replace(measured, step_seconds=self.measuring.step_seconds)
-        epoch, size = self.trainer.current_epoch, self._size_now
+        epoch, size = self.trainer.current_epoch, self._own.batch_size(decision)
         offers = budget.free_bytes, budget.margin_bytes
         own = self._offloading.steps if self._offloading else 0
         moved = max(self.tuning.ranks.gather(own)) if self.trains else 0

@@ -15,6 +15,7 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from lightning_memguard import estimate
 from lightning_memguard.core import gpus
@@ -411,3 +412,73 @@ def test_fused_optimizers_step_without_temporaries(build: Any) -> None:
             raise
         pytest.skip("this torch fuses no such step on CUDA")
     assert [e for e in trace if e.phase == "optimizer" and e.step == 1 and e.action == "alloc"] == []
+
+
+class Attending(nn.Module):
+    """Attention by the function of torch.nn.functional, as modules of transformers call it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inputs, self.out = nn.Linear(128, 3 * 128), nn.Linear(128, 128)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = [each.unflatten(-1, (2, 64)).transpose(1, 2) for each in self.inputs(x).chunk(3, -1)]
+        return x + self.out(F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("by", [torch.Tensor.backward, torch.autograd.backward], ids=["tensor", "autograd"])
+def test_a_users_wrapper_around_attention_takes_the_gpus_kernel_when_a_checkpoint_recomputes_it(by, monkeypatch):
+    torchs = F.scaled_dot_product_attention
+
+    class Step(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = Attending()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return checkpoint(self.block, x, use_reentrant=False)
+
+    def events() -> list[Any]:
+        recorder = Recorder("cuda", kernel_target=H200.kernel_target)
+        with tensors(fake=True, gpu=H200):
+            model, x = Step().to(FAKE_DEVICE, torch.bfloat16), torch.ones(2, 64, 128).to(FAKE_DEVICE, torch.bfloat16)
+            with watching(recorder, model):
+                recorder.mark("forward")
+                loss = model(x).sum()
+                recorder.mark("backward")
+                by(loss)
+        return [event._replace(source="") for event in recorder.rows]
+
+    plain = events()
+    assert any("attention_backward" in event.operator for event in plain)
+
+    def wrapper(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return torchs(*args, **kwargs)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", wrapper)
+    assert events() == plain
+
+
+def test_modules_of_torch_call_a_users_wrapper_around_attention(monkeypatch):
+    torchs, calls = F.scaled_dot_product_attention, []
+
+    def wrapper(*args: Any, **kwargs: Any) -> torch.Tensor:
+        calls.append(1)
+        return torchs(*args, **kwargs)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", wrapper)
+    with simulating() as seen:
+        attention = nn.MultiheadAttention(64, 1, batch_first=True).to(FAKE_DEVICE, torch.bfloat16)
+        x = torch.ones(2, 32, 64, dtype=torch.bfloat16, device=FAKE_DEVICE)
+        attention(x, x, x, need_weights=False)
+    assert calls
+    assert any(name.startswith(("_scaled_dot_product_cudnn", "_scaled_dot_product_flash")) for name in seen.names)
+
+
+@pytest.mark.parametrize("function", [F.silu, F.mish])
+def test_the_backward_pass_of_an_activation_is_one_kernel(function):
+    with simulating() as seen:
+        x = torch.ones(8, device=FAKE_DEVICE, requires_grad=True)
+        function(x).sum().backward()
+    assert f"{function.__name__}_backward" in seen
+    assert "sigmoid" not in seen

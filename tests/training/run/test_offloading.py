@@ -254,7 +254,7 @@ def test_why_activations_cannot_move_is_in_the_note(train: Train, monkeypatch: p
                 raise torch.OutOfMemoryError("CUDA out of memory")
             return super().training_step(batch, batch_idx)
 
-    monkeypatch.setattr(engine, "_refusal", lambda *_: "the disk is full")
+    monkeypatch.setattr(engine._Packer, "survey", lambda *_: "the disk is full")
     with pytest.raises(torch.OutOfMemoryError) as raised:
         train(MemGuard(budget=12 * MIB, max_batch_size=SIZE), LONG, Fails)
     assert "Its activations could not go to the host: the disk is full." in "\n".join(raised.value.__notes__)
