@@ -32,7 +32,7 @@ from lightning_memguard.training.adapter.metrics import forget_logged, log_epoch
 from lightning_memguard.training.adapter.program import logging_step
 from lightning_memguard.training.data.loaders import rewrite_loaders
 from lightning_memguard.training.facts.ranks import attempt, explains, say, warn
-from lightning_memguard.training.facts.run_facts import Stage
+from lightning_memguard.training.facts.run_facts import Stage, takes_steps
 from lightning_memguard.training.run.aftermath import held_elsewhere, oom_kills, worker_note
 from lightning_memguard.training.run.batch_monitor import BatchWatch, failure
 from lightning_memguard.training.run.growth_watch import GrowthWatch
@@ -216,7 +216,7 @@ class GuardedRun:
         """
         self._announced = True
         self._undo_division_for_lbfgs()
-        if self.trainer.is_global_zero and not self._has_no_steps:
+        if self.trainer.is_global_zero and (not self.trains or (takes_steps(self.trainer) and not self._is_over)):
             warning = warning_of(self.decision)
             if self.trains and self.decision.footprint and (self.decision.is_tight or explains()):
                 say(setup_text(self.decision, explain=not warning, most_parts=_MOST_PARTS))
@@ -224,12 +224,6 @@ class GuardedRun:
                 say(f"MemGuard: {self.decision.reason}" if self.trains else evaluation_text(self.decision, self.stage))
             for text in filter(None, (warning, kept_words(self.decision))):
                 self._warn(text)
-
-    @property
-    def _has_no_steps(self) -> bool:
-        trainer = self.trainer
-        none_asked = not trainer.max_epochs if trainer.max_epochs is not None else trainer.max_steps == 0
-        return self.trains and (none_asked or 0 in (trainer.max_steps, trainer.limit_train_batches) or self._is_over)
 
     def _undo_division_for_lbfgs(self) -> None:
         """Undo a division if optimizers, which exist only now, ask for a step's gradients many times, as LBFGS does."""

@@ -20,7 +20,7 @@ from lightning_memguard.training.adapter import callbacks
 from lightning_memguard.training.data.loaders import batches_taken
 from lightning_memguard.training.facts.lightning_types import is_a
 from lightning_memguard.training.facts.ranks import Ranks, attempt, shared
-from lightning_memguard.training.facts.run_facts import ROLES, Role, RunFacts, Stage, read_run_facts
+from lightning_memguard.training.facts.run_facts import ROLES, Role, RunFacts, Stage, read_run_facts, takes_steps
 from lightning_memguard.training.planning.advise import AdviceReport, try_remedies
 from lightning_memguard.training.run.choose import Choice, Planner, choose
 from lightning_memguard.training.run.earlier_runs import EarlierRuns
@@ -60,7 +60,7 @@ def tune(trainer: Trainer, module: LightningModule, settings: GuardSettings, sta
         DoesNotFitError: ``mode`` is ``"tune"`` and even the smallest size does not fit, on some rank.
     """
     size, ranks = 0, Ranks()  # of the loader, until it is known
-    speaks = trainer.is_global_zero and stage == "fit"
+    speaks = trainer.is_global_zero and stage == "fit" and takes_steps(trainer)
     line = SetupLine(speaks=speaks, most_seconds=settings.most_setup_seconds)
     try:
         facts = attempt(lambda: _facts_of(trainer, stage)).unwrap()
