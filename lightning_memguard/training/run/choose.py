@@ -133,10 +133,9 @@ class Planner:
         try:
             with no_collectives() if is_forked() else nullcontext():
                 self._reading = read_run(cast("RunReader", self._reader))
-        except MemGuardError as error:
-            return _Read(Attempt(reason=str(error)))
         except Exception as error:  # noqa: BLE001 - the user's code may raise anything
-            return _Read(failed(error), is_final=False, only_here=failed_for_fork(error))
+            is_ours = all(isinstance(each, MemGuardError) for each in (error, error.__cause__ or error))
+            return _Read(failed(error), is_ours, only_here=failed_for_fork(error))
         self._run = self._reading.run
         return _Read(Attempt(self._reading.batch_size))
 
