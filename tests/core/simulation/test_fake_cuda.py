@@ -6,10 +6,13 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torchgen
+import yaml
 from torch import nn
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor
@@ -411,3 +414,23 @@ def test_fused_optimizers_step_without_temporaries(build: Any) -> None:
             raise
         pytest.skip("this torch fuses no such step on CUDA")
     assert [e for e in trace if e.phase == "optimizer" and e.step == 1 and e.action == "alloc"] == []
+
+
+def test_every_operator_that_only_a_build_with_cuda_leaves_whole_has_a_kernel() -> None:
+    text = Path(torchgen.__file__).parent.joinpath("packaged/ATen/native/native_functions.yaml").read_text()
+    entries = {entry["func"].partition("(")[0]: entry for entry in yaml.load(text, Loader=yaml.CSafeLoader)}
+
+    def keys(entry: dict[str, Any]) -> set[str]:
+        own = {key.strip() for keys in entry.get("dispatch", {}) for key in keys.split(",")}
+        return own | (keys(entries[entry["structured_delegate"]]) if "structured_delegate" in entry else set())
+
+    found = {name for name, entry in entries.items() if {"CUDA", "CompositeImplicitAutograd"} <= keys(entry)}
+    assert found == set(fake_cuda.WITH_KERNEL)
+
+
+@pytest.mark.parametrize("activation", [nn.SiLU(), nn.Mish()])
+def test_an_activations_gradient_is_one_kernel(activation: nn.Module) -> None:
+    with simulating() as seen:
+        activation(torch.ones(2, 8, device="cuda", requires_grad=True)).sum().backward()
+    assert f"{type(activation).__name__.lower()}_backward" in seen
+    assert "sigmoid" not in seen
