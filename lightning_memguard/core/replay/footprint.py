@@ -223,9 +223,12 @@ def footprint(trace: Trace, settings: AllocatorSettings, context_bytes: int | tu
     if not cases and least == most and settings.kind == "exact":
         return found
     replays = [result, *(_replay(trace, case, settings) for case in cases)]
+    if settings.kind == "cuda" and not settings.expandable_segments:
+        other = replace(settings, segments_descend=not settings.segments_descend)
+        replays += [_replay(trace, case, other) for case in ("point", *cases)]
     peaks = [(each.peak_allocated_bytes, each.peak_reserved_bytes) for each in replays]
     found = found.widened(*(Peak(*peak, peak[1] + outside) for peak in peaks for outside in (least, most)))
-    firm = max(result.peak_reserved_bytes, _firm_bytes(trace, result, replays[-1], settings))
+    firm = max(result.peak_reserved_bytes, _firm_bytes(trace, result, replays[len(cases)], settings))
     if settings.kind == "cuda":  # which may cache less or more, as a few blocks elsewhere make it do
         less, more = (int(share * found.peak_allocated_bytes) for share in (LESS_CACHED, MORE_CACHED))
         if settings.capacity_bytes is not None:
