@@ -257,7 +257,6 @@ def captured(row: dict[str, str]) -> Captured:
     from lightning_memguard.core.batch.batches import batches_from_one
     from lightning_memguard.core.capture.predict import capture
     from lightning_memguard.core.capture.program import LoopProgram
-    from lightning_memguard.core.device.context import CONTEXT_BYTES
     from lightning_memguard.core.replay.replay import replay
     from lightning_memguard.core.replay.settings import AllocatorSettings
     from lightning_memguard.core.simulation import sdpa
@@ -269,15 +268,16 @@ def captured(row: dict[str, str]) -> Captured:
     chosen = getattr(torch.optim, row["optimizer"])
     optimizer = lambda parameters: chosen(parameters, lr=0.001)  # noqa: E731
     given = model, batches_from_one(batch), step, optimizer, torch.device("cuda")
-    program = LoopProgram(*given, gpu=gpus.find(row["gpu"]))
+    gpu = gpus.find(row["gpu"])
+    program = LoopProgram(*given, gpu=gpu)
     settings = AllocatorSettings.for_device("cuda", {})
     with transformers_of_2025(row):
         trace = capture(program, int(row["batch"]), "fake")
     recent = row["version"].startswith("2025")
     setup = tuple(event for event in trace.events if event.phase == "setup")
     before = replay(replace(trace, events=setup), settings).peak_reserved_bytes if recent and is_image(row) else 0
-    late = (0, LAZY_KERNELS, MOST_LAZY_KERNELS) if recent else (0, *CONTEXT_BYTES[1:])
-    return Captured(trace, settings, int(row["gpu_total_bytes"]) - CONTEXT_BYTES[1], late, before)
+    late = (0, LAZY_KERNELS, MOST_LAZY_KERNELS) if recent else (0, *gpu.context_bytes[1:])
+    return Captured(trace, settings, int(row["gpu_total_bytes"]) - gpu.context_bytes[1], late, before)
 
 
 def is_image(row: dict[str, str]) -> bool:

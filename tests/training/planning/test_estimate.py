@@ -23,7 +23,6 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_memguard import CannotTraceError, MemGuardError, estimate
 from lightning_memguard.core import gpus
-from lightning_memguard.core.device.context import CONTEXT_BYTES
 from lightning_memguard.core.device.process import process_bytes
 from lightning_memguard.core.trace.trace import PARTS
 from lightning_memguard.units import GIB, MIB
@@ -472,7 +471,7 @@ def planned(model: Any = None, batch: Any = IMAGES, device: str = "NVIDIA H200",
     assert (found.method, found.device) == ("fake", "cuda")
     assert tuple(found.parts) == PARTS
     assert sum(found.parts.values()) == found.peak_allocated_bytes <= found.peak_reserved_bytes
-    assert found.peak_device_bytes == found.peak_reserved_bytes + CONTEXT_BYTES[1]
+    assert found.peak_device_bytes == found.peak_reserved_bytes + gpus.find(device).context_bytes[1]
     assert found.low.device_bytes < found.peak_device_bytes < found.high.device_bytes
     assert found.most_device_bytes == found.high.device_bytes - found.yielding_bytes
     return found
