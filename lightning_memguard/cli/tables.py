@@ -56,7 +56,10 @@ def headline(subject: Subject) -> str:
         more += f", with {getattr(getattr(subject.optimizer, 'func', subject.optimizer), '__name__', 'its optimizer')}"
     if subject.devices * subject.nodes > 1:
         more += f", one of {subject.devices * subject.nodes:,} ranks"
-    return f"{type(subject.model).__name__}, {kind} at {subject.precision}{more}; example batch: {subject.shapes}."
+    held = [str(each.dtype).removeprefix("torch.") for each in subject.model.parameters() if each.is_floating_point()]
+    lower = subject.precision == "32-true" and held and "float32" not in held
+    numbers = f"in {held[0]}" if lower else f"at {subject.precision}"
+    return f"{type(subject.model).__name__}, {kind} {numbers}{more}; example batch: {subject.shapes}."
 
 
 def needed(footprint: Footprint) -> str:

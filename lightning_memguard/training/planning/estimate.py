@@ -55,7 +55,8 @@ def estimate(
             (``zero_grad``, forward, backward, ``step``). Only a copy without memory runs.
         batch: an example batch: real, meta or fake tensors in any nesting.
         batch_size: the number of samples to predict for (default: the batch's own).
-        step: ``(model, batch) -> loss``; for a plain module.
+        step: ``(model, batch) -> loss``; for a plain module. A loop's variables keep what they hold until the next
+            forward pass has returned, such as the logits: return ``loss, logits`` to have them counted.
         optimizer: ``(parameters) -> Optimizer``; for a plain module (default: none, gradients only).
         context: ``() -> context manager`` that the step and its backward pass run in, such as
             ``torch.distributed.tensor.parallel.loss_parallel``; for a plain module.
