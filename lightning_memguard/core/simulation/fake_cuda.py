@@ -11,7 +11,7 @@ import ctypes
 import functools
 import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -111,6 +111,8 @@ def simulated_cuda(gpu: Gpu) -> Iterator[None]:
         CannotTraceError: this build of torch cannot simulate CUDA.
     """
     _guard_cuda()
+    with suppress(RuntimeError):  # its first call checks the GPU: for one that needs an older cuDNN, rules are enough
+        torch.backends.cudnn.version()
     with ExitStack() as exits:
         for name, answer in _torch_cuda_of(gpu).items():
             exits.enter_context(patched(torch.cuda, **{name: answer}))

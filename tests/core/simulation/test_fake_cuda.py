@@ -434,3 +434,19 @@ def test_an_activations_gradient_is_one_kernel(activation: nn.Module) -> None:
         activation(torch.ones(2, 8, device="cuda", requires_grad=True)).sum().backward()
     assert f"{type(activation).__name__.lower()}_backward" in seen
     assert "sigmoid" not in seen
+
+
+def test_cudnn_is_asked_for_its_version_while_no_gpu_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's first call refuses GPUs that need an older cuDNN, such as a V100."""
+    seen: list[bool] = []
+
+    def version() -> int:
+        seen.append(torch.cuda.is_available())
+        if seen[0]:
+            raise RuntimeError("cuDNN version 91900 is not compatible with devices with SM < 7.5")
+        return 91900
+
+    monkeypatch.setattr(torch.backends.cudnn, "version", version)
+    with simulating(V100):
+        nn.Conv2d(3, 3, 3, device="cuda")(torch.ones(2, 3, 4, 4, device="cuda")).sum().backward()
+    assert seen[0] is False
