@@ -93,6 +93,8 @@ def print_plans(plans: Sequence[Plan], console: Console) -> None:
     for plan in plans:
         if plan.asked.retries:
             console.print(f"On {plan.budget.device} it {retries_words(plan.asked.retries)}.")
+        if plan.asked.setting:
+            console.print(f"On {plan.budget.device} it fits with {plan.asked.setting} in the environment.")
     limits = {_within(plan) for plan in plans if plan.largest and plan.largest.limited_by != "memory"}
     if limits:
         console.print(f"+: the largest {' or '.join(sorted(limits))}; memory is not the limit.")
@@ -145,6 +147,7 @@ def plan_data(plan: Plan) -> dict[str, Any]:
         "budget": budget_data(plan.budget),
         "asked": footprint_data(plan.footprint),
         "retries": vars(plan.asked.retries) if plan.asked.retries else None,
+        "setting": plan.asked.setting or None,
         "largest_batch_size": largest.batch_size if largest else None,
         "largest_in_all": largest.batch_size * plan.ranks if largest else None,
         "limited_by": largest.limited_by if largest else None,

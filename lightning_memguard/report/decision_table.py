@@ -275,9 +275,10 @@ def _why_not(decision: Decision, footprint: Footprint, because: str) -> str:
         return f"does NOT fit {of.device}{because}: {need}. Remedies: {remedies}"
     if footprint.phase == "checkpoint":
         return f"does NOT fit while a checkpoint is saved{because}"
+    would = f", but would with {decision.setting} in the environment" if decision.setting else ""
     if decision.retries:
-        return f"does NOT fit with all that the allocator caches: it {retries_words(decision.retries)}{because}"
-    return f"does NOT fit{', even without its activations' if footprint.is_partial else ''}{because}"
+        return f"does NOT fit with all that the allocator caches{would}: it {retries_words(decision.retries)}{because}"
+    return f"does NOT fit{would}{', even without its activations' if footprint.is_partial else ''}{because}"
 
 
 def retries_words(retries: Retries) -> str:

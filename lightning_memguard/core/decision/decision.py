@@ -231,6 +231,7 @@ class Decision(Shown):
         kept: what each batch leaves behind, the most first.
         runs_out_at: when what outlives its epoch fills the budget; None if it does not while the fit runs.
         retries: how a step runs that does not fit with all that the allocator caches; None if it fits, or if it fails.
+        setting: of PyTorch's allocator, as in the environment, with which a step would fit that does not; else empty.
     """
 
     batch_size: int
@@ -251,6 +252,7 @@ class Decision(Shown):
     kept: tuple[Kept, ...] = ()
     runs_out_at: RunsOut | None = None
     retries: Retries | None = None
+    setting: str = ""
 
     @property
     def pieces(self) -> int:
