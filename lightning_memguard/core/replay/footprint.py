@@ -225,6 +225,8 @@ def footprint(trace: Trace, settings: AllocatorSettings, context_bytes: int | tu
     replays = [result, *(_replay(trace, case, settings) for case in cases)]
     if settings.kind == "cuda" and not settings.expandable_segments:
         other = replace(settings, segments_descend=not settings.segments_descend)
+        first = ["first"] if any(event.case == "first" for event in trace.events) else []
+        replays += [_replay(trace, case, settings) for case in first]
         replays += [_replay(trace, case, other) for case in ("point", *cases)]
     peaks = [(each.peak_allocated_bytes, each.peak_reserved_bytes) for each in replays]
     found = found.widened(*(Peak(*peak, peak[1] + outside) for peak in peaks for outside in (least, most)))
