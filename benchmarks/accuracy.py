@@ -23,7 +23,8 @@ high, with nothing added to either. With setup, it also does if the figure is af
 step was added to it, which the first sample may have included.
 
 How far the range goes beyond the replays (`LESS_CACHED`, `MORE_CACHED`) is chosen on the CNN runs of half the models:
-the least median width that strictly holds 90 % of them. The other half shows what that is worth.
+the least median width that strictly holds 80 % of them (no share holds MNASNet below a batch of 375 on an RTX 3060, 12 %
+of that half). The other half shows what that is worth.
 """
 
 import argparse
@@ -426,7 +427,7 @@ def chosen_width(runs: Sequence[Run], below: int, above: int) -> float:
     ranges = [(run, run.least - below * run.allocated / 400, run.most + above * run.allocated / 400) for run in runs]
     held = sum(low <= run.measured <= high for run, low, high in ranges)
     widths = (100 * (high - low) / run.measured for run, low, high in ranges)
-    return statistics.median(widths) if held >= 0.9 * len(runs) else math.inf
+    return statistics.median(widths) if held >= 0.8 * len(runs) else math.inf
 
 
 def large_errors(runs: Sequence[Run], limit: float = 5.0) -> None:

@@ -256,7 +256,7 @@ def _gives_way(event: Event) -> bool:
 
 # Shares of the allocated peak by which measured runs are below and above all replays of their step: chosen on the runs
 # of half of the published CNNs, and shown on those of the others (`benchmarks/accuracy.py`).
-LESS_CACHED, MORE_CACHED = 0.0675, 0.025
+LESS_CACHED, MORE_CACHED = 0.05, 0.025
 
 
 def _replay(trace: Trace, case: str, settings: AllocatorSettings) -> Replay:
