@@ -23,8 +23,8 @@ high, with nothing added to either. With setup, it also does if the figure is af
 step was added to it, which the first sample may have included.
 
 How far the range goes beyond the replays (`LESS_CACHED`, `MORE_CACHED`) is chosen on the CNN runs of half the models:
-the least median width that strictly holds 80 % of them (no share holds MNASNet below a batch of 375 on an RTX 3060, 12 %
-of that half). The other half shows what that is worth.
+the least median width that strictly holds 80 % of them (no share holds MNASNet below a batch of 375 on an RTX 3060, 12
+% of that half). The other half shows what that is worth.
 """
 
 import argparse

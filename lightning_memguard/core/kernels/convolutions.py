@@ -40,7 +40,8 @@ def _workspace(operation: cudnn.Operation, call: CudaCall) -> Block:
     channels_last = _takes_channels_last(x, weight)
     if _is_depthwise(call) and not channels_last:
         return 0  # `use_cudnn_depthwise` (aten/src/ATen/native/Convolution.cpp): a kernel of PyTorch's own
-    y = call.result if operation == "forward" else call.first
+    in_forward = operation == "forward"
+    y = call.result if in_forward else call.first
     if call["transposed"]:
         operation, x, y = _TRANSPOSED[operation], y, x
     question = cudnn.Question(
@@ -68,7 +69,9 @@ def _workspace(operation: cudnn.Operation, call: CudaCall) -> Block:
         most = point  # measured runs with such a version took no copies for narrow products
     if gpu.compute_capability < cudnn.FIRST_CAPABILITY:  # measured runs on a V100 took 10 to 18 % more than without any
         most = max(most, cudnn.tensors_bytes(question))
-    copies = cudnn.tensors_bytes(question)
+    copies = cudnn.tensors_bytes(question) if in_forward else 0
+    if not copies:
+        return ByteRange(0, point, most, plans) if most else 0
     first = (copies, point) if gpu.compute_capability == _COPIES_FIRST else (point, copies)
     return ByteRange(0, point, most, plans, first)
 

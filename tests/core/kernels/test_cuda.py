@@ -81,7 +81,7 @@ def test_one_pass_of_radix_sort_needs_no_second_buffers():
 
 
 def test_short_keys_on_older_gpus_are_sorted_within_bounds():
-    low, point, high, _ = sorting.radix_sort(1_000_000, 2, 8, CudaTarget((8, 0), 132))
+    low, point, high, *_ = sorting.radix_sort(1_000_000, 2, 8, CudaTarget((8, 0), 132))
     assert low < point < high
     assert low < 12_748_799 < high  # CUB's answer where four blocks fit on a multiprocessor
 
@@ -483,6 +483,7 @@ def without_workspaces(monkeypatch: pytest.MonkeyPatch) -> None:
     """No plan of cuDNN takes one."""
     monkeypatch.setattr(cudnn, "likely", lambda _: 0)
     monkeypatch.setattr(cudnn, "workspaces", lambda _: (0,))
+    monkeypatch.setattr(cudnn, "tensors_bytes", lambda _: 0)
 
 
 def test_a_workspace_is_that_of_the_plan_that_cudnn_names_first_or_none(monkeypatch):
@@ -491,11 +492,14 @@ def test_a_workspace_is_that_of_the_plan_that_cudnn_names_first_or_none(monkeypa
     monkeypatch.setattr(cudnn, "workspaces", lambda _: sizes)
     x, weight, y = tensor(2, 64, 6, 6), tensor(64, 64, 3, 3), tensor(2, 64, 6, 6)
     expected = ByteRange(0, 300, 300, sizes)
-    assert blocks(rule("convolution", conv(x, weight), y)) == [expected]
+    copies = (300, (2 * 2 * 64 * 36 + 64 * 64 * 9) * 4)
+    assert blocks(rule("convolution", conv(x, weight), y)) == [expected._replace(first=copies)]
     both = rule("convolution_backward", conv_backward(y, x, weight, [True, True, False]), [x, weight])
     assert (both.between, both.after) == ({0: ((expected,),)}, ((expected,),))
     fastest = replace(H200, benchmark=True)
-    assert blocks(rule("convolution", conv(x, weight), y, fastest)) == [expected._replace(high=5000)]
+    assert blocks(rule("convolution", conv(x, weight), y, fastest)) == [expected._replace(high=5000, first=copies)]
+    turned = replace(H200, compute_capability=(8, 6))
+    assert blocks(rule("convolution", conv(x, weight), y, turned)) == [expected._replace(first=copies[::-1])]
 
 
 def test_for_a_gpu_that_cudnn_does_not_answer_for_a_workspace_is_at_most_as_large_as_the_tensors(monkeypatch):
@@ -508,10 +512,12 @@ def test_for_a_gpu_that_cudnn_does_not_answer_for_a_workspace_is_at_most_as_larg
 def test_narrow_products_were_not_seen_to_take_the_copies_that_cudnn_names(monkeypatch):
     monkeypatch.setattr(cudnn, "workspaces", lambda _: (300,))
     x, y = tensor(2, 24, 6, 6), tensor(2, 144, 6, 6)
-    assert blocks(rule("convolution", conv(x, tensor(144, 24, 1, 1)), y)) == [ByteRange(0, 0, 300, (300,))]
-    assert blocks(rule("convolution", conv(x, tensor(144, 24, 3, 3)), y)) == [ByteRange(0, 300, 300, (300,))]
+    assert blocks(rule("convolution", conv(x, tensor(144, 24, 1, 1)), y)) == [ByteRange(0, 0, 300, (300,), (0, 62208))]
+    (square,) = blocks(rule("convolution", conv(x, tensor(144, 24, 3, 3)), y))
+    assert square[:4] == (0, 300, 300, (300,))
     measured = replace(H200, cudnn=90100)
-    assert rule("convolution", conv(x, tensor(144, 24, 1, 1)), y, measured) == NONE
+    (narrow,) = blocks(rule("convolution", conv(x, tensor(144, 24, 1, 1)), y, measured))
+    assert narrow[:3] == (0, 0, 0)
 
 
 def test_cudnn_is_asked_for_each_gradient_as_pytorch_asks(asked):
