@@ -200,9 +200,10 @@ def scratch_events(moments: Sequence[Moment], first_block: int, like: Event) -> 
     for moment in moments:
         taken: list[Event] = []
         for size in (moment,) if isinstance(moment, int | ByteRange) else moment:
-            cases, otherwise = ((("", size),), ())
             if isinstance(size, ByteRange):
                 cases, otherwise = size.by_case(in_first_pass=_is_first_scratch(like)), size.otherwise
+            else:
+                cases, otherwise = (("", size),), ()
             for case, nbytes in cases:
                 if nbytes:
                     event = like._replace(action="alloc", block=block, nbytes=nbytes, case=case, otherwise=otherwise)
