@@ -16,6 +16,7 @@ ROOMS = {
     "core/replay": [
         "__init__",
         "settings",
+        "addresses",
         "allocator",
         "pickles",
         "history",

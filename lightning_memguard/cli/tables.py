@@ -56,7 +56,10 @@ def headline(subject: Subject) -> str:
         more += f", with {getattr(getattr(subject.optimizer, 'func', subject.optimizer), '__name__', 'its optimizer')}"
     if subject.devices * subject.nodes > 1:
         more += f", one of {subject.devices * subject.nodes:,} ranks"
-    return f"{type(subject.model).__name__}, {kind} at {subject.precision}{more}; example batch: {subject.shapes}."
+    held = [str(each.dtype).removeprefix("torch.") for each in subject.model.parameters() if each.is_floating_point()]
+    lower = subject.precision == "32-true" and held and "float32" not in held
+    numbers = f"in {held[0]}" if lower else f"at {subject.precision}"
+    return f"{type(subject.model).__name__}, {kind} {numbers}{more}; example batch: {subject.shapes}."
 
 
 def print_plan(plan: Plan, console: Console, kind: str) -> None:
@@ -84,6 +87,8 @@ def print_plans(plans: Sequence[Plan], console: Console) -> None:
     for plan in plans:
         if plan.asked.retries:
             console.print(f"On {plan.budget.device} it {retries_words(plan.asked.retries)}.")
+        if plan.asked.setting:
+            console.print(f"On {plan.budget.device} it fits with {plan.asked.setting} in the environment.")
     limits = {_within(plan) for plan in plans if plan.largest and plan.largest.limited_by != "memory"}
     if limits:
         console.print(f"+: the largest {' or '.join(sorted(limits))}; memory is not the limit.")
@@ -136,6 +141,7 @@ def plan_data(plan: Plan) -> dict[str, Any]:
         "budget": budget_data(plan.budget),
         "asked": footprint_data(plan.footprint),
         "retries": vars(plan.asked.retries) if plan.asked.retries else None,
+        "setting": plan.asked.setting or None,
         "largest_batch_size": largest.batch_size if largest else None,
         "largest_in_all": largest.batch_size * plan.ranks if largest else None,
         "limited_by": largest.limited_by if largest else None,

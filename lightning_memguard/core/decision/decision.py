@@ -248,6 +248,7 @@ class Decision(Shown):
         kept: what each batch leaves behind, the most first.
         runs_out_at: when what outlives its epoch fills the budget; None if it does not while the fit runs.
         retries: how a step runs that does not fit with all that the allocator caches; None if it fits, or if it fails.
+        setting: of PyTorch's allocator, as in the environment, with which a step would fit that does not; else empty.
     """
 
     batch_size: int
@@ -270,6 +271,7 @@ class Decision(Shown):
     kept: tuple[Kept, ...] = ()
     runs_out_at: RunsOut | None = None
     retries: Retries | None = None
+    setting: str = ""
 
     @property
     def reason(self) -> str:
@@ -424,9 +426,10 @@ def _why_not(decision: Decision, footprint: Footprint, because: str) -> str:
         return f"does NOT fit {of.device}{because}: {need}. Remedies: {remedies}"
     if footprint.phase == "checkpoint":
         return f"does NOT fit while a checkpoint is saved{because}"
+    would = f", but would with {decision.setting} in the environment" if decision.setting else ""
     if decision.retries:
-        return f"does NOT fit with all that the allocator caches: it {retries_words(decision.retries)}{because}"
-    return f"does NOT fit{', even without its activations' if footprint.is_partial else ''}{because}"
+        return f"does NOT fit with all that the allocator caches{would}: it {retries_words(decision.retries)}{because}"
+    return f"does NOT fit{would}{', even without its activations' if footprint.is_partial else ''}{because}"
 
 
 def retries_words(retries: Retries) -> str:

@@ -60,7 +60,7 @@ def estimate(
         hf: in place of a model and a batch, a language model of Hugging Face by its name, or how it is fine-tuned: a
             `lightning_memguard.training.planning.by_name.FineTuning`. Nothing is fetched. It needs the extra ``hf``.
         batch_size: the number of samples to predict for (default: the batch's own).
-        step: ``(model, batch) -> loss``; for a plain module.
+        step: ``(model, batch) -> loss``, or ``loss, logits`` where a loop's variables keep those; for a plain module.
         optimizer: ``(parameters) -> Optimizer``; for a plain module (default: none, gradients only).
         context: ``() -> context manager`` that the step and its backward pass run in, such as
             ``torch.distributed.tensor.parallel.loss_parallel``; for a plain module.

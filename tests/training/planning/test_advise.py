@@ -23,7 +23,7 @@ from lightning_memguard.core.capture.curve import Curve, Terms
 from lightning_memguard.core.capture.predict import Prediction, predict
 from lightning_memguard.core.capture.program import LoopProgram
 from lightning_memguard.core.decision.advice import Advice, in_order, text
-from lightning_memguard.core.decision.decision import Budget, Request
+from lightning_memguard.core.decision.decision import Budget, Request, decide
 from lightning_memguard.core.isolation.pool import in_child
 from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.core.trace.growth import grow
@@ -33,6 +33,7 @@ from lightning_memguard.training.planning import advise as advise_module
 from lightning_memguard.training.planning import remedies as remedies_module
 from lightning_memguard.training.planning.advise import AdviceReport, try_remedies
 from lightning_memguard.training.planning.remedies import BlockCost, EightBitAdam, cheapest
+from lightning_memguard.training.planning.search import largest_that_runs, with_retries
 from lightning_memguard.training.planning.subject import trainer_for
 from lightning_memguard.training.run import choose as choose_module
 from lightning_memguard.training.run import tune as tuning_module
@@ -513,6 +514,19 @@ def test_a_setting_of_the_allocator_is_a_remedy_that_costs_nothing() -> None:
     assert not advised(AllocatorSettings(), 100 * MIB)[0].fits
     assert advised(AllocatorSettings(expandable_segments=True), 140 * MIB) == []
     assert advised(AllocatorSettings(kind="exact"), 140 * MIB) == []
+
+
+def test_a_refusal_names_the_setting_of_the_allocator_that_fits() -> None:
+    """Four samples need 160 MiB as it is, 120 in segments that grow, and the budget is between the two."""
+    known = Prediction(mock.Mock(), Curve(Terms(AllocatorSettings()), "fake", grow([growing(4), growing(8)])))
+    request, budget = Request(4, free_to_choose=False), Budget(140 * MIB, 140 * MIB, 0, "given", "a GPU")
+    decision = with_retries(decide(known.footprint_at, budget, request), known)
+    assert decision.setting == "PYTORCH_ALLOC_CONF=expandable_segments:True"
+    assert decision.reason.startswith(f"batch size 4 does NOT fit, but would with {decision.setting} in the environ")
+    with pytest.raises(DoesNotFitError, match=f"set {decision.setting} in the environment, with which it fits"):
+        largest_that_runs(known, budget, replace(request, free_to_choose=True, min_batch_size=4))
+    small = replace(budget, free_bytes=100 * MIB)
+    assert with_retries(decide(known.footprint_at, small, request), known).setting == ""
 
 
 def growing(size: int) -> Trace:
