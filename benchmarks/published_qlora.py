@@ -1,6 +1,6 @@
 """QLoRA and LoRA steps that others measured on a T4, and what MemGuard predicts without a GPU and without weights.
 
-The measurements are fitcheck's (github.com/Anassbzdd/fitcheck at 83aea542, PyPI fitcheck-llm 0.3.1,
+The measurements are fitcheck's (github.com/Anassbzdd/fitcheck at 83aea542, PyPI fitcheck-llm 0.3.1, its folder
 data/measurements): `max_memory_allocated`, `max_memory_reserved` and the process's bytes of one step each. Its step is
 a function that keeps its output, with the logits, until the optimizer has stepped; weights of 16 bits (4 with QLoRA),
 adapters of 32, AdamW, checkpointing without reentry, keys and values repeated for grouped queries.

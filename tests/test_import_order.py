@@ -167,6 +167,7 @@ ROOMS = {
         "layouts",
         "ways",
     ],
+    "training/hf": ["__init__", "callback"],
     "training/run": [
         "__init__",
         "guard_settings",
