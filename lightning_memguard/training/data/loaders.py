@@ -420,10 +420,12 @@ def rewrite_loaders(
         A function that gives the Trainer its own data source back, for when the run is over.
     """
     owner = facts.sources[known.role].instance
-    before = _own_settings(owner)
+    before, settings = _own_settings(owner), list[tuple[int, int]]()
 
     def change(make_loaders: Callable[[], object]) -> object:
         size = batch_size() if batch_size else 0
+        if not settings:  # what is set later is the user's
+            settings.extend(zip(before, _own_settings(owner), strict=False))
         known.let_go()
         try:
             loaders = make_loaders()
@@ -431,7 +433,7 @@ def rewrite_loaders(
             if sys.version_info >= (3, 11) and not can_fork() and known.origin.endswith("dataloader()"):
                 error.add_note(f"MemGuard called {known.origin} once before. If it works only once, pass the loader.")
             raise
-        return _resize_all(facts, loaders, known, size, [*zip(before, _own_settings(owner), strict=False)], made)
+        return _resize_all(facts, loaders, known, size, settings, made)
 
     return loader_access.intercept_loaders(trainer, known.role, change)
 
@@ -453,7 +455,7 @@ def _resize_all(
     """The loaders at a size, if one is given; unchanged if a hook now gives others, that cannot be resized.
 
     A hook that gives loaders of another size than at setup has decided that, unless it follows one of the ``settings``,
-    as it was then and as it is now.
+    as it was then and as MemGuard has set it.
     """
     try:
         info, asked = info_of(facts, loaders, "the loader", known.role), known.batch_size
