@@ -128,8 +128,8 @@ def both(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[Any, str]
         status = main(["plan", *arguments, "--json"])
     answer = json.loads(capsys.readouterr().out)
     assert answer["fits"] == (status == FITS)
-    *plans, _ = printed.call_args.args
-    plan_command._print(*plans, files=())
+    subject, plans, adviser, advice, *_ = printed.call_args.args
+    plan_command._print(subject, plans, adviser, advice, files=())
     return answer, " ".join(capsys.readouterr().out.split())
 
 
@@ -204,7 +204,7 @@ def test_the_exit_status_is_1_where_no_device_fits_and_0_where_one_does(capsys) 
 def test_one_device_is_shown_by_part_and_several_in_a_row_each(capsys) -> None:
     one = shown(capsys, "plan", *LINEAR, *BATCH, "--device", "T4", "--max-batch-size", "64")
     assert "optimizer state" in one
-    assert "MemGuard: batch size 8 fits." in one
+    assert "MemGuard: batch size 8 fits: " in one
     assert "Largest batch size of 64 or less: 64, which needs" in one
     several = shown(capsys, "plan", *LINEAR, *BATCH, "--device", "T4", "--device", "RTX 4090", "--max-batch-size", "64")
     assert "batch size 8 on 2 devices" in several

@@ -94,12 +94,6 @@ def estimate(
         ... )
         >>> footprint.parts["optimizer_state"] == 2 * footprint.parts["parameters"] + 2 * 4
         True
-
-        QLoRA of a language model, without weights and without a GPU:
-
-        >>> from lightning_memguard.training.planning.by_name import FineTuning
-        >>> tuning = FineTuning("meta-llama/Llama-3.1-8B", length=2048, lora=16, bits=4, checkpointing=True)
-        >>> estimate(hf=tuning, precision="bf16-true", device="RTX 4090")  # doctest: +SKIP
     """
     if hf is not None:
         subject = _by_name(hf, model, batch, batch_size, step, optimizer, precision, training=training)
