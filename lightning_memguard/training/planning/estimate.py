@@ -98,20 +98,32 @@ def estimate(
     if hf is not None:
         subject = _by_name(hf, model, batch, batch_size, step, optimizer, precision, training=training)
         return _estimated(subject, device, measured)
+    loop: dict[str, Any] = {"step": step, "optimizer": optimizer, "context": context}
+    subject = _of_module(model, batch, batch_size, precision, loop, training=training)
+    if (strategy, devices, num_nodes) != ("auto", 1, 1):
+        subject = on_ranks(subject, strategy, devices, num_nodes)
+    return _estimated(subject, device, measured)
+
+
+def _of_module(
+    model: nn.Module | None,
+    batch: object,
+    batch_size: int | None,
+    precision: str,
+    loop: dict[str, Any],
+    *,
+    training: bool,
+) -> Subject:
     if model is None:
         raise MemGuardError("Pass a model and an example batch, or a language model by its name: hf=.")
-    if training and is_lightning(model) and (step, optimizer, context) != (None, None, None):
+    if training and is_lightning(model) and any(each is not None for each in loop.values()):
         raise MemGuardError(
             "A LightningModule brings its own training_step, backward and configure_optimizers: leave out step, "
             "optimizer and context."
         )
     if batch is None:
         raise CannotTraceError("There is no batch to size by: pass an example batch.")
-    loop: dict[str, Any] = {"step": step, "optimizer": optimizer, "context": context, "training": training}
-    subject = subject_of(model, batch, batch_size=batch_size, precision=precision, **loop)
-    if (strategy, devices, num_nodes) != ("auto", 1, 1):
-        subject = on_ranks(subject, strategy, devices, num_nodes)
-    return _estimated(subject, device, measured)
+    return subject_of(model, batch, batch_size=batch_size, precision=precision, training=training, **loop)
 
 
 def _by_name(
