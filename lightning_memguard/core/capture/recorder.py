@@ -260,11 +260,17 @@ class Recorder(Storages, TorchDispatchMode):
         if not any(tensor.device.type == self.device_type for tensor in plain_tensors([args, *kwargs.values()])):
             return None
         implementation = fake.python_implementation(func, self.device_type)
+        if self.device_type == "cuda" and quantized.depends_on_outliers(func, args, kwargs):
+            implementation = quantized.quantize_rows
+            self.assumptions[quantized.OUTLIERS] = None
         if implementation is not None:
             try:
                 with self._inside_kernel(), quantized.addresses_for(func, self.device_type) or fake.without_addresses():
                     forget_written(func, args, kwargs)
-                    return (implementation(*args, **kwargs),)
+                    out = implementation(*args, **kwargs)
+                if self.device_type == "cuda" and (most := quantized.most_of_outliers(func, args, out)):
+                    self.hold_at_most(*most)
+                return (out,)
             except fake.NoAddressError:
                 pass
             except (DataDependentOutputException, DynamicOutputShapeException, MemGuardError):

@@ -138,6 +138,19 @@ class Storages:
         """Count a block that later steps find besides what was recorded, or find at most; at least, it is not there."""
         self._expected += [(case, part, nbytes) for case in (("high",) if at_most else ("point", "high"))]
 
+    def hold_at_most(self, inside: int, tensor: Tensor, nbytes: int) -> None:
+        """Count at most so many bytes for a moment, and others for as long as a tensor lives."""
+        moment, block = len(self._bytes), len(self._bytes) + 1
+        self._bytes += [inside, nbytes]
+        self.add_row("alloc", moment, "", source=self.line(), case="high")
+        self.add_row("free", moment, "", case="high")
+        self.add_row("alloc", block, "", source=self.line(), case="high")
+
+        def free(_: object) -> None:
+            self.add_row("free", block, "", case="high")
+
+        self._references.append(weakref.ref(tensor.untyped_storage(), free))
+
     def hold(self, tensor: Tensor) -> None:
         """Watch a tensor without counting it: `keep` or `expect` counted its memory, or it is not the step's."""
         self.watch(tensor, "", -tensor.untyped_storage().nbytes())

@@ -12,7 +12,7 @@ import copy
 import functools
 import importlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -243,6 +243,48 @@ def _paged(*shape: int, dtype: torch.dtype = torch.float32, device: torch.device
     made: Any = torch.zeros(shape, dtype=dtype, device="cpu")
     made.is_paged, made.page_deviceid = True, device.index if device else 0
     return made  # type: ignore[no-any-return]
+
+
+# -- columns with outliers, which 8-bit products compute in 16 bits
+
+OUTLIERS = (
+    "8-bit weights of bitsandbytes compute columns with outliers in 16 bits, and which these are depends on values: "
+    "predicted with one column in 512, and at most with all"
+)
+_OUTLIERS_IN = 512  # columns; at most 7 of 4,096 or 5,120 in models of up to 13 billion parameters (LLM.int8, 2022)
+_QUANTIZE, _MULTIPLY = "bitsandbytes::int8_vectorwise_quant", "bitsandbytes::int8_mixed_scaled_mm"
+
+
+def quantize_rows(x: Tensor, threshold: float = 0.0) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The kernel for CUDA that quantizes what a product is of, with so many columns of outliers."""
+    stats = torch.empty(x.numel() // x.shape[-1], dtype=torch.float32, device=x.device)
+    out = torch.empty(x.shape, dtype=torch.int8, device=x.device)
+    if threshold <= 0.0:
+        return out, stats, None
+    outliers = x.abs() >= threshold
+    _ = outliers.any(), outliers.any(dim=0)
+    columns = torch.empty(max(1, x.shape[-1] // _OUTLIERS_IN), dtype=torch.int64, device=x.device)
+    if len(stats) > 1:
+        out[:, columns] = 0
+    return out, stats, columns
+
+
+def depends_on_outliers(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an operator looks for columns with outliers."""
+    return func.name() == _QUANTIZE and bool((kwargs.get("threshold") or (*args, 0.0, 0.0)[1]) > 0)
+
+
+def most_of_outliers(func: OpOverload, args: Sequence[Any], out: object) -> tuple[int, Tensor, int] | None:
+    """Bytes of a product whose columns all have outliers, beyond those that were assumed; None for another operator.
+
+    Returns:
+        Bytes inside it, a tensor that it returns, and bytes that live as long as that one.
+    """
+    if func.name() != _MULTIPLY or not isinstance(out, tuple) or not isinstance(out[1], Tensor) or not out[1].numel():
+        return None
+    x, weight, kept = args[0], args[2], out[1]
+    more = weight.numel() - weight.shape[0] * kept.shape[-1]  # copied, made of 32 bits twice, and of the input's
+    return more * (1 + 4 + 4), kept, x.element_size() * (x.numel() - kept.numel())
 
 
 def addresses_for(func: OpOverload, device_type: str) -> AbstractContextManager[None] | None:

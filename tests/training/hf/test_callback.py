@@ -128,7 +128,7 @@ def test_what_cannot_be_predicted_is_a_warning(tmp_path: Path) -> None:
 
 def test_the_users_own_error_is_raised(tmp_path: Path) -> None:
     class Broken(transformers.LlamaForCausalLM):
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
+        def forward(self, input_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:
             raise KeyError("the user's own")
 
     model = Broken(transformers.LlamaConfig(**SIZES))

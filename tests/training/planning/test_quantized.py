@@ -116,6 +116,23 @@ def test_an_8_bit_model_takes_what_the_profiler_counts() -> None:
     assert found.peak_allocated_bytes == measured(network(make))
 
 
+def test_columns_with_outliers_are_a_range_on_a_gpu() -> None:
+    """At most, each layer keeps its input once more, of 4 bytes, for the backward pass."""
+    bnb = library("bitsandbytes")
+
+    def model(threshold: float) -> nn.Module:
+        return network(lambda i, o: bnb.nn.Linear8bitLt(i, o, bias=False, has_fp16_weights=False, threshold=threshold))
+
+    without, found = predicted(model(0.0), device="T4"), predicted(model(6.0), device="T4")
+    assert {without.method, found.method} == {"fake"}
+    inputs = 2 * BATCH * (WIDTH + 4 * WIDTH) * 4
+    assert without.peak_allocated_bytes <= found.peak_allocated_bytes < without.peak_allocated_bytes + inputs / 10
+    assert found.highest.allocated_bytes > found.peak_allocated_bytes + inputs / 2
+    assert without.highest.allocated_bytes == without.peak_allocated_bytes
+    assert any("outliers" in note for note in found.notes)
+    assert not any("outliers" in note for note in without.notes)
+
+
 @pytest.mark.parametrize("name", ["AdamW8bit", "Lion8bit", "AdEMAMix8bit", "PagedAdamW8bit", "AdamW"])
 def test_optimizers_of_bitsandbytes_take_what_the_profiler_counts(name: str) -> None:
     kind = getattr(library("bitsandbytes").optim, name)
