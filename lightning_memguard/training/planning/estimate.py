@@ -106,18 +106,22 @@ def estimate(
         return _estimated(subject, device, measured)
     if model is None:
         raise MemGuardError("Pass a model and an example batch, or a language model by its name: hf=.")
-    if training and is_lightning(model) and (step, optimizer, context) != (None, None, None):
+    loop: dict[str, Any] = {"step": step, "optimizer": optimizer, "context": context, "training": training}
+    _check(model, batch, loop)
+    subject = subject_of(model, batch, batch_size=batch_size, precision=precision, **loop)
+    if (strategy, devices, num_nodes) != ("auto", 1, 1):
+        subject = on_ranks(subject, strategy, devices, num_nodes)
+    return _estimated(subject, device, measured)
+
+
+def _check(model: nn.Module, batch: object, loop: dict[str, Any]) -> None:
+    if loop["training"] and is_lightning(model) and any(loop[name] for name in ("step", "optimizer", "context")):
         raise MemGuardError(
             "A LightningModule brings its own training_step, backward and configure_optimizers: leave out step, "
             "optimizer and context."
         )
     if batch is None:
         raise CannotTraceError("There is no batch to size by: pass an example batch.")
-    loop: dict[str, Any] = {"step": step, "optimizer": optimizer, "context": context, "training": training}
-    subject = subject_of(model, batch, batch_size=batch_size, precision=precision, **loop)
-    if (strategy, devices, num_nodes) != ("auto", 1, 1):
-        subject = on_ranks(subject, strategy, devices, num_nodes)
-    return _estimated(subject, device, measured)
 
 
 def _by_name(
