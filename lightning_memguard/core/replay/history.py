@@ -203,7 +203,7 @@ def histories_of(snapshot: Mapping[str, Any], *, held: bool = False) -> Iterator
             raise MemGuardError("it has private pools (CUDA graphs, torch.cuda.MemPool), which are not replayed.")
         end = [_segment(segment, stacks) for segment in segments]
         expandable = settings.expandable_segments or any(segment.expandable for segment in end)
-        lowest = min((segment.address for segment in end), default=known[0].address)
+        lowest = min(segment.address for segment in end) if end else known[0].address
         settings_here = replace(settings, expandable_segments=expandable, segments_descend=lowest >= DESCENDING_FROM)
         start = _undone(end, known, Allocator(settings_here))
         notes = (stacks.rows[entry.stack] for entry in entries if entry.action == "snapshot")
