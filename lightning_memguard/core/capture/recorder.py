@@ -58,7 +58,6 @@ from lightning_memguard.errors import CannotTraceError, MemGuardError
 _device_of = torch.ops.prim.device.default
 _COMPOSED = torch._C.DispatchKey.CompositeImplicitAutograd
 _EXPLICIT = torch._C.DispatchKey.CompositeExplicitAutograd
-_FUSED_RMS_NORM = aten._fused_rms_norm.default
 _ADD, _ADD_ = aten.add.Tensor, aten.add_.Tensor
 _DISTANCES = aten._euclidean_dist.default  # `cdist` by a product, of copies of both inputs
 
@@ -385,8 +384,7 @@ def _is_composed(func: OpOverload, device_type: str) -> bool:
     True for a kernel in C++, which is what really runs; ``func.decompose`` differs for some, such as ``gru``.
     """
     has_kernel, name = torch._C._dispatch_has_kernel_for_dispatch_key, func.name()
-    own = device_type == "cuda" and func is _FUSED_RMS_NORM  # builds for the CPU alone do not know of it
-    return has_kernel(name, _COMPOSED) and not (own or has_kernel(name, device_type.upper()))
+    return has_kernel(name, _COMPOSED) and not has_kernel(name, device_type.upper())
 
 
 def call_with_overrides(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.library import Library
 from torch.overrides import TorchFunctionMode
 
 from lightning_memguard.core.foreign import aten, find, gaps, nothing, patched
@@ -31,7 +33,6 @@ from lightning_memguard.errors import CannotTraceError
 
 FAKE_DEVICE = torch.device("cuda", 0)  # the only device under `simulated_cuda`, whichever is trained on
 
-_library = torch.library.Library("aten", "IMPL")  # what is registered by it lasts as long as it does
 _CUDA, _META, _LAZY = 1, 14, 17  # c10::DeviceType (torch/headeronly/core/DeviceType.h)
 _REGISTRY = "_ZN3c104impl26device_guard_impl_registryE"
 _REGISTER = "_ZN3c104impl19registerDeviceGuardENS_10DeviceTypeEPKNS0_24DeviceGuardImplInterfaceE"
@@ -85,14 +86,16 @@ def _guard_cuda() -> None:
     if registry[_CUDA] in (None, registry[_LAZY]):
         register(_CUDA, registry[_META])  # its device is "meta": `.to("cuda")` then needs an index
     if not has_own:
-        _give_kernels()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it says that a kernel is replaced, if one takes the operator apart
+            for name in WITH_KERNEL:
+                _KERNELS.impl(name, nothing, "CUDA")
 
 
-@functools.cache
-def _give_kernels() -> None:
-    """Register kernels that a build for the CPU alone lacks: it would take these operators apart."""
-    for name in ("silu_backward", "mish_backward"):
-        _library.impl(name, lambda grad, _: torch.empty_like(grad), "CUDA")
+# Operators that call others, and have a kernel for CUDA of their own (`native_functions.yaml` of torch 2.11 to 2.14). A
+# build without CUDA takes them apart, below autograd, where no mode sees them; given any kernel, it does not.
+WITH_KERNEL = ("_fused_rms_norm", "mish_backward", "silu_backward")
+_KERNELS = Library("aten", "IMPL")  # which must live
 
 
 @contextmanager
@@ -109,6 +112,8 @@ def simulated_cuda(gpu: Gpu) -> Iterator[None]:
         CannotTraceError: this build of torch cannot simulate CUDA.
     """
     _guard_cuda()
+    with suppress(RuntimeError):  # its first call checks the GPU: for one that needs an older cuDNN, rules are enough
+        torch.backends.cudnn.version()
     with ExitStack() as exits:
         for name, answer in _torch_cuda_of(gpu).items():
             exits.enter_context(patched(torch.cuda, **{name: answer}))
@@ -221,39 +226,6 @@ def _batch_norm(
     return aten.cudnn_batch_norm(*args)[0] if takes_cudnn else func(*args, cudnn_enabled)  # type: ignore[no-any-return]
 
 
-def _rms_norm(
-    _: Gpu, func: Function, x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None
-) -> Tensor:
-    """`rms_norm_symint` (aten/src/ATen/native/layer_norm.cpp): the fused kernel, which CPU-only builds lack."""
-    if torch.version.cuda is not None or (weight is not None and weight.dtype != x.dtype):
-        return func(x, shape, weight, eps)  # type: ignore[no-any-return]
-    return _FusedRmsNorm.apply(x, list(shape), weight, eps)  # type: ignore[no-untyped-call, no-any-return]
-
-
-class _FusedRmsNorm(torch.autograd.Function):
-    """The fused kernel with its gradient: autograd decomposes it in a build without such a kernel."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, shape: list[int], weight: Tensor | None, eps: float | None) -> Tensor:
-        with torch._C._AutoDispatchBelowAutograd():
-            out, rstd = aten._fused_rms_norm(x, shape, weight, eps)
-        ctx.save_for_backward(x, rstd, weight)
-        ctx.shape, ctx.eps = shape, eps
-        return out  # type: ignore[no-any-return]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, rstd, weight = ctx.saved_tensors
-        if torch.is_grad_enabled():  # torch decomposes it for a gradient's gradient, too
-            inputs = [tensor for tensor in (x, weight) if tensor is not None and tensor.requires_grad]
-            out = aten._fused_rms_norm(x, ctx.shape, weight, ctx.eps)[0]
-            grads = iter(torch.autograd.grad(out, inputs, grad, create_graph=True))
-            return tuple(next(grads) if needed else None for needed in ctx.needs_input_grad)
-        mask = [ctx.needs_input_grad[0], ctx.needs_input_grad[2]]
-        grad_x, grad_weight = aten._fused_rms_norm_backward(grad, x, ctx.shape, rstd, weight, mask)
-        return grad_x, None, grad_weight, None
-
-
 def _attention(gpu: Gpu, _: Function, *args: Any, **kwargs: Any) -> Tensor:
     return sdpa.attend(sdpa.Attention(*args, **kwargs, capability=gpu.compute_capability))
 
@@ -265,7 +237,6 @@ def _rnn(_: Gpu, func: Function, *args: Any) -> tuple[Tensor, ...]:
 _PATCHED: tuple[tuple[ModuleType, str, Function], ...] = (
     (torch, "batch_norm", _batch_norm),
     (torch.nn.functional, "scaled_dot_product_attention", _attention),
-    (torch, "rms_norm", _rms_norm),
     *((find("torch._VF"), name, _rnn) for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")),
 )
 # By torch's own function: a user may have put a wrapper in its place.

@@ -6,10 +6,13 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torchgen
+import yaml
 from torch import nn
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor
@@ -475,10 +478,37 @@ def test_modules_of_torch_call_a_users_wrapper_around_attention(monkeypatch):
     assert any(name.startswith(("_scaled_dot_product_cudnn", "_scaled_dot_product_flash")) for name in seen.names)
 
 
-@pytest.mark.parametrize("function", [F.silu, F.mish])
-def test_the_backward_pass_of_an_activation_is_one_kernel(function):
+def test_every_operator_that_only_a_build_with_cuda_leaves_whole_has_a_kernel() -> None:
+    text = Path(torchgen.__file__).parent.joinpath("packaged/ATen/native/native_functions.yaml").read_text()
+    entries = {entry["func"].partition("(")[0]: entry for entry in yaml.load(text, Loader=yaml.CSafeLoader)}
+
+    def keys(entry: dict[str, Any]) -> set[str]:
+        own = {key.strip() for keys in entry.get("dispatch", {}) for key in keys.split(",")}
+        return own | (keys(entries[entry["structured_delegate"]]) if "structured_delegate" in entry else set())
+
+    found = {name for name, entry in entries.items() if {"CUDA", "CompositeImplicitAutograd"} <= keys(entry)}
+    assert found == set(fake_cuda.WITH_KERNEL)
+
+
+@pytest.mark.parametrize("activation", [nn.SiLU(), nn.Mish()])
+def test_an_activations_gradient_is_one_kernel(activation: nn.Module) -> None:
     with simulating() as seen:
-        x = torch.ones(8, device=FAKE_DEVICE, requires_grad=True)
-        function(x).sum().backward()
-    assert f"{function.__name__}_backward" in seen
+        activation(torch.ones(2, 8, device="cuda", requires_grad=True)).sum().backward()
+    assert f"{type(activation).__name__.lower()}_backward" in seen
     assert "sigmoid" not in seen
+
+
+def test_cudnn_is_asked_for_its_version_while_no_gpu_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's first call refuses GPUs that need an older cuDNN, such as a V100."""
+    seen: list[bool] = []
+
+    def version() -> int:
+        seen.append(torch.cuda.is_available())
+        if seen[0]:
+            raise RuntimeError("cuDNN version 91900 is not compatible with devices with SM < 7.5")
+        return 91900
+
+    monkeypatch.setattr(torch.backends.cudnn, "version", version)
+    with simulating(V100):
+        nn.Conv2d(3, 3, 3, device="cuda")(torch.ones(2, 3, 4, 4, device="cuda")).sum().backward()
+    assert seen[0] is False

@@ -292,6 +292,51 @@ def test_what_data_keeps_as_it_is_read_is_not_kept_at_setup() -> None:
     assert counts == [0]
 
 
+# -- what a child that is cut off cannot read
+
+
+def of_a_cache_file(folder: Path) -> Callable[[int], float]:
+    def make(index: int) -> float:
+        path = folder / f"{index}.npy"
+        if not path.exists():
+            np.save(path, float(index))
+        return float(np.load(path))
+
+    return make
+
+
+@pytest.mark.filterwarnings("ignore:MemGuard")
+def test_a_dataset_that_writes_a_cache_is_read_by_a_child_that_may(tmp_path: Path) -> None:
+    check = MemGuard("check")
+    (tmp_path / "kept").write_text("")
+    train(lambda: (Net(), loader(of_a_cache_file(tmp_path))), check)
+    assert check.decision.outcome == "checked"
+    assert (tmp_path / "kept").exists()
+
+
+@pytest.mark.filterwarnings("ignore:MemGuard")
+def test_a_stream_that_does_may_come_only_once_and_is_not(tmp_path: Path) -> None:
+    check, make = MemGuard("check"), of_a_cache_file(tmp_path)
+    train(lambda: (Net(), DataLoader(Stream(lambda: map(make, range(100))), SIZE)), check)
+    assert "may come only once" in check.decision.because
+
+
+@pytest.mark.filterwarnings("ignore:MemGuard")
+@pytest.mark.parametrize("holds", [False, True])
+def test_data_that_no_child_can_read_is_read_here_unless_it_holds_an_iterator(holds: bool) -> None:
+    own, values = os.getpid(), itertools.count() if holds else None
+
+    def make(index: int) -> int:
+        if os.getpid() != own:
+            raise RuntimeError("Cannot re-initialize CUDA in forked subprocess")
+        return next(values) if values else index
+
+    check = MemGuard("check")
+    train(lambda: (Net(), loader(make)), check)
+    assert check.decision.outcome == ("stepped aside" if holds else "checked")
+    assert not values or next(values) == EPOCHS * BATCHES * SIZE
+
+
 # -- where there is no fork
 
 

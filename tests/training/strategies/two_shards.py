@@ -27,7 +27,7 @@ from lightning_memguard import MemGuard
 from lightning_memguard.core.isolation import pool
 from lightning_memguard.core.range import NOTHING
 from lightning_memguard.training.data import loaders
-from lightning_memguard.training.run import choose, tune
+from lightning_memguard.training.run import choose
 from lightning_memguard.training.run import profile as profiles
 from lightning_memguard.units import KIB
 
@@ -220,8 +220,8 @@ def tuned(data: int, tensor: int) -> Seen:
 
 
 def one_fails() -> Seen:
-    failing = mock.patch.object(tune, "read_run", side_effect=ZeroDivisionError("only here"))
-    with failing if os.environ["LOCAL_RANK"] == "1" else mock.patch.object(tune, "read_run", tune.read_run):
+    failing = mock.patch.object(choose, "read_run", side_effect=ZeroDivisionError("only here"))
+    with failing if os.environ["LOCAL_RANK"] == "1" else mock.patch.object(choose, "read_run", choose.read_run):
         return fit(MemGuard(batch_size="largest", budget=BUDGET), strategy(2, 1), 2)[0]
 
 
