@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--double-quant", action="store_true", help="quantize the scales of 4-bit weights, too")
     add("--seq", type=whole_number(1), metavar="N", help="tokens of a sample (default: 1024)")
     add("--checkpointing", action="store_true", help="recompute activations in the backward pass")
-    add("--attention", choices=("sdpa", "eager"), help="transformers' implementation (default: sdpa)")
+    add("--attention", choices=("sdpa", "eager"), help="transformers' implementation (default: its own choice)")
     text = "also find the largest length, or rank of adapters, that fits each device, the rest as it is"
     add("--largest", nargs="+", choices=("length", "rank"), default=[], help=text)
 
@@ -64,7 +64,7 @@ def read(options: argparse.Namespace) -> FineTuning | None:
         bits=4 if options.nf4 else 8 if options.int8 else 0,
         double_quantization=options.double_quant,
         checkpointing=options.checkpointing,
-        attention=options.attention or "sdpa",
+        attention=options.attention or "",
     )
 
 

@@ -55,7 +55,7 @@ class FineTuning:
         bits: 4 for ``nf4`` weights of bitsandbytes, 8 for its ``int8``, with adapters; 0 for weights as they are.
         double_quantization: whether the scales of 4-bit weights are quantized, too.
         checkpointing: whether activations are recomputed in the backward pass.
-        attention: an implementation that transformers has, ``"sdpa"`` or ``"eager"``.
+        attention: an implementation that transformers has, ``"sdpa"`` or ``"eager"``; empty for its own choice.
     """
 
     name: str
@@ -65,7 +65,7 @@ class FineTuning:
     bits: int = 0
     double_quantization: bool = False
     checkpointing: bool = False
-    attention: str = "sdpa"
+    attention: str = ""
 
     def __post_init__(self) -> None:
         check_count("length", self.length)
@@ -151,7 +151,7 @@ def model_of(tuning: FineTuning, dtype: torch.dtype) -> nn.Module:
     with torch.device("meta"), quiet():
         try:
             model = transformers.AutoModelForCausalLM.from_config(
-                config, dtype=dtype, attn_implementation=tuning.attention
+                config, dtype=dtype, attn_implementation=tuning.attention or None
             )
             model.tie_weights()
         except (ValueError, ImportError, KeyError) as error:
@@ -245,7 +245,9 @@ def subject_by_name(
         optimizer=_Clipping(make),
     )
     return replace(
-        subject, trainer={"accumulate_grad_batches": accumulate}, notes=(*subject.notes, *_rests_on(tuning, model))
+        subject,
+        trainer={"accumulate_grad_batches": accumulate},
+        notes=(*subject.notes, *_rests_on(tuning, model, dtype, precision)),
     )
 
 
@@ -292,15 +294,18 @@ def trainers_optimizer(name: str) -> MakeOptimizer | None:
     return make
 
 
-def _rests_on(tuning: FineTuning, model: nn.Module) -> Iterator[str]:
+def _rests_on(tuning: FineTuning, model: nn.Module, dtype: torch.dtype, precision: str) -> Iterator[str]:
     """What the figures of a fine-tuning rest on."""
     versions = {"transformers": True, "peft": bool(tuning.lora), "bitsandbytes": bool(tuning.bits)}
     built = " and ".join(f"{name} {importlib.metadata.version(name)}" for name, used in versions.items() if used)
+    attention = tuning.attention or model.config._attn_implementation  # type: ignore[union-attr]  # noqa: SLF001
     kind = type(model.get_base_model() if tuning.lora else model).__name__  # type: ignore[operator]
-    yield f"{kind} of {tuning.name}, without weights, by {built}; attention: {tuning.attention}; loss: the model's own"
+    yield f"{kind} of {tuning.name}, without weights, by {built}; attention: {attention}; loss: the model's own"
     if tuning.lora:
         targets = tuning.targets if isinstance(tuning.targets, str) else ", ".join(tuning.targets)
         yield f"adapters of rank {tuning.lora} in {targets}"
+    autocast = "under autocast" if precision.endswith("-mixed") else "without autocast"
+    yield f"weights of {str(dtype)[6:]}, {autocast}"
     loop = f"the loop of transformers' Trainer, gradients clipped at {_CLIPPED_AT:g}"
     yield f"{loop}; each sample fills its {tuning.length:,} tokens"
 
