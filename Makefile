@@ -66,10 +66,11 @@ outputs: $(STAMP) ## rewrite the output that the documentation shows (docs/outpu
 long: $(STAMP) ## run the tests that take long and show what a benchmark shows too
 	$(PYTEST) -m long
 
-lint: $(STAMP) ## check rules, formatting and types
+lint: $(STAMP) ## check rules, formatting, types and the links between the pages
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python docs/links.py
 
 bench: $(STAMP) ## measure accuracy on the CPU, costs and advice, and compare with BatchSizeFinder
 	$(BIN)/python benchmarks/cpu_truth.py

@@ -23,7 +23,8 @@ high, with nothing added to either. With setup, it also does if the figure is af
 step was added to it, which the first sample may have included.
 
 How far the range goes beyond the replays (`LESS_CACHED`, `MORE_CACHED`) is chosen on the CNN runs of half the models:
-the least median width that strictly holds 90 % of them. The other half shows what that is worth.
+the least median width that strictly holds 80 % of them (no share holds MNASNet below a batch of 375 on an RTX 3060, 12
+% of that half). The other half shows what that is worth.
 """
 
 import argparse
@@ -257,7 +258,6 @@ def captured(row: dict[str, str]) -> Captured:
     from lightning_memguard.core.batch.batches import batches_from_one
     from lightning_memguard.core.capture.predict import capture
     from lightning_memguard.core.capture.program import LoopProgram
-    from lightning_memguard.core.device.context import CONTEXT_BYTES
     from lightning_memguard.core.replay.replay import replay
     from lightning_memguard.core.replay.settings import AllocatorSettings
     from lightning_memguard.core.simulation import sdpa
@@ -269,15 +269,16 @@ def captured(row: dict[str, str]) -> Captured:
     chosen = getattr(torch.optim, row["optimizer"])
     optimizer = lambda parameters: chosen(parameters, lr=0.001)  # noqa: E731
     given = model, batches_from_one(batch), step, optimizer, torch.device("cuda")
-    program = LoopProgram(*given, gpu=gpus.find(row["gpu"]))
+    gpu = gpus.find(row["gpu"])
+    program = LoopProgram(*given, gpu=gpu)
     settings = AllocatorSettings.for_device("cuda", {})
     with transformers_of_2025(row):
         trace = capture(program, int(row["batch"]), "fake")
     recent = row["version"].startswith("2025")
     setup = tuple(event for event in trace.events if event.phase == "setup")
     before = replay(replace(trace, events=setup), settings).peak_reserved_bytes if recent and is_image(row) else 0
-    late = (0, LAZY_KERNELS, MOST_LAZY_KERNELS) if recent else (0, *CONTEXT_BYTES[1:])
-    return Captured(trace, settings, int(row["gpu_total_bytes"]) - CONTEXT_BYTES[1], late, before)
+    late = (0, LAZY_KERNELS, MOST_LAZY_KERNELS) if recent else (0, *gpu.context_bytes[1:])
+    return Captured(trace, settings, int(row["gpu_total_bytes"]) - gpu.context_bytes.likely, late, before)
 
 
 def is_image(row: dict[str, str]) -> bool:
@@ -426,7 +427,7 @@ def chosen_width(runs: Sequence[Run], below: int, above: int) -> float:
     ranges = [(run, run.least - below * run.allocated / 400, run.most + above * run.allocated / 400) for run in runs]
     held = sum(low <= run.measured <= high for run, low, high in ranges)
     widths = (100 * (high - low) / run.measured for run, low, high in ranges)
-    return statistics.median(widths) if held >= 0.9 * len(runs) else math.inf
+    return statistics.median(widths) if held >= 0.8 * len(runs) else math.inf
 
 
 def large_errors(runs: Sequence[Run], limit: float = 5.0) -> None:

@@ -250,7 +250,7 @@ def printed() -> bool:
         handler.stream = io.StringIO()
         with warnings.catch_warnings(record=True) as caught, contextlib.redirect_stderr(io.StringIO()):
             warnings.simplefilter("always")
-            trained(make, MemGuard(**options), **settings)
+            trained(make, MemGuard(**options), **{"max_time": {"seconds": 3}, **settings})
         text = handler.stream.getvalue().strip()
         text += "".join(f"\nwarning: {each.message}" for each in caught if "MemGuard" in str(each.message))
         lines += len(text.splitlines())

@@ -15,7 +15,8 @@ class DoesNotFitError(MemGuardError):
     Attributes:
         needed_bytes: bytes that a step needs at that batch size, at most; 0 if unknown.
         usable_bytes: bytes that the device offers after the margin; 0 if unknown.
-        largest_part: the part with the most bytes at the peak, such as ``"activations"``; empty if unknown.
+        largest_part: the part with the most bytes at the peak, such as ``"activations"``, or ``"context"`` for what the
+            device's own context and libraries take; empty if unknown.
         rule_of_thumb: the usual way to shrink that part.
         way_out: how to get more room on the device.
         advice: remedies that need less, the least change of the training first, each an
@@ -48,6 +49,12 @@ class DoesNotFitError(MemGuardError):
         else:
             todo = f" {self.rule_of_thumb}, or {self.way_out}." if self.rule_of_thumb else ""
         return f"{where}{super().__str__()}{todo}" + (f"\n{self.advice_text}" if self.advice_text else "")
+
+    def led_by(self, text: str) -> DoesNotFitError:
+        """Return the error with a sentence before its own."""
+        other = copy(self)
+        other.args = (f"{text} {super().__str__()}",)
+        return other
 
     def with_advice(self, advice: tuple[object, ...], text: str = "") -> DoesNotFitError:
         """Return the error with ``advice``, written out as ``text``, in place of the rule of thumb."""

@@ -132,18 +132,24 @@ def test_llama_is_planned_for_a_gpu_without_a_download(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(("script", "smallest"), [("hf_trainer.py", 8), ("fabric.py", 32)])
-def test_a_loop_of_others_trains_at_the_size_that_was_estimated(script: str, smallest: int, tmp_path: Path) -> None:
-    if script == "hf_trainer.py":
-        pytest.importorskip("transformers", reason="the Trainer is Hugging Face's own")
-        pytest.importorskip("accelerate", reason="Hugging Face's Trainer needs it")
-    done = forked(script, tmp_path)
+def test_a_loop_of_fabric_trains_at_the_size_that_was_estimated(tmp_path: Path) -> None:
+    done = forked("fabric.py", tmp_path)
     chosen = re.search(r"Batch size (\d+): a predicted peak of ([\d.]+) MiB on cpu, within (\d+)MiB", done.text)
     assert chosen, done.text
     size, peak, budget = int(chosen[1]), float(chosen[2]), float(chosen[3])
-    assert size >= smallest
+    assert size >= 32
     assert budget / 3 < peak <= budget
     assert f"Trained 3 steps at batch size {size}." in done.text
+
+
+def test_hugging_faces_trainer_is_predicted_and_measured(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="the Trainer is Hugging Face's own")
+    pytest.importorskip("accelerate", reason="Hugging Face's Trainer needs it")
+    done = run("hf_trainer.py", tmp_path)
+    assert "Trained 8 steps at batch size 8." in done.text
+    assert re.search(r"MemGuard: predicted a peak of [\d.]+ MiB, measured", done.text)
+    moved = run("hf_trainer.py", tmp_path, "--budget", "100MiB")
+    assert "8 steps with activations on the host" in moved.text
 
 
 @pytest.mark.long  # two trainings in processes whose memory ends

@@ -48,9 +48,13 @@ class _AtRecordedAddresses(Allocator):
         self.expected: list[tuple[int, int]] = []  # address and bytes of what the record reserves next
         self.differences = Differences()
 
+    def _new_address(self, nbytes: int) -> int:
+        if not self.expected:
+            return super()._new_address(nbytes)
+        self._addresses.hold(self.expected[0][0], nbytes)
+        return self.expected[0][0]
+
     def _new_segment(self, pool: BlockPool, nbytes: int, mapped: bool) -> Block:
-        if self.expected:
-            self._next_address = self.expected[0][0]
         block = super()._new_segment(pool, nbytes, mapped)
         if mapped:
             self._compare_reserved(nbytes)

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from lightning_memguard.core.capture.program import tensors
 from lightning_memguard.core.capture.recorder import Recorder, gradients_of, states_of, watching
-from lightning_memguard.core.device.context import CONTEXT_BYTES
 from lightning_memguard.core.gpus import find
 from lightning_memguard.core.replay.compare import compare
 from lightning_memguard.core.replay.footprint import footprint
@@ -392,7 +391,7 @@ def predicted(name: str, history: History, *, events: bool = False, save: Path |
     """Predict the step of one of `PROGRAMS` blind, and compare it with its history."""
     program, settings = PROGRAMS[name], AllocatorSettings()
     if program.fills:
-        settings = replace(settings, capacity_bytes=find(program.gpu).memory_bytes - CONTEXT_BYTES[1])
+        settings = replace(settings, capacity_bytes=find(program.gpu).capacity_bytes)
     trace = captured(program)
     content = snapshot(trace, settings)
     if save:

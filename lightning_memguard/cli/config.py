@@ -62,7 +62,7 @@ def read_config(path: str, model_class: type | None, data_class: type | None, *,
         try:
             cli = _read(plain, content, model_class, data_class, meta=meta)
         except jsonargparse.ArgumentError as error:
-            raise MemGuardError(f"--config {path}: {str(error).strip()}") from error
+            raise MemGuardError(f"--config {path}: {_first_lines(error)}{_no_data(content, data_class)}") from error
     read = cli.config_init.get("trainer") or {}
     settings |= {key: read[key] for key in plain["trainer"]}
     return Config(cli.model, cli.datamodule, str(trainer.get("precision") or "32-true"), settings)
@@ -89,6 +89,27 @@ def _read(
     return Reader(model_class, data_class, **parsing, **nothing_else)
 
 
+def _first_lines(error: Exception) -> str:
+    """What the parser says, without the settings that it prints after it."""
+    lines = [line for line in str(error).strip().splitlines() if line.strip()]
+    return " ".join(line.strip() for line in lines[:_MOST_LINES])
+
+
+def _no_data(content: Mapping[str, Any], data_class: type | None) -> str:
+    """Name the class that is missing, if the file has the settings of data and no class for them."""
+    data = content.get("data")
+    if data_class is not None or not isinstance(data, Mapping) or "class_path" in data:
+        return ""
+    return ". The file does not name the class of the settings under `data:`; pass it as --datamodule module:Data."
+
+
+_MOST_LINES = 3
+_NO_CLASS = (
+    "The configuration names no model: pass the classes that your LightningCLI is made with, TARGET and --datamodule. "
+    "For LightningCLI(Net, Data): memguard plan package.module:Net --datamodule package.module:Data --config FILE."
+)
+
+
 def _without_memory(kind: type, **given: object) -> nn.Module:
     given.pop("applied_instantiation_links", None)
     return make(kind, given, kind.__name__)
@@ -100,10 +121,7 @@ def _package(content: Mapping[str, Any], model_class: type | None) -> Any:
         section = content.get("model")
         name = section.get("class_path") if isinstance(section, Mapping) else section
         if not isinstance(name, str) or "." not in name:
-            raise MemGuardError(
-                "The configuration names no model: write `class_path: module.Class` under `model:`, or pass the class "
-                "that your LightningCLI is made with as TARGET."
-            )
+            raise MemGuardError(_NO_CLASS)
         model_class = load(":".join(name.rsplit(".", 1)))
     if not inspect.isclass(model_class):
         raise MemGuardError("With --config, TARGET must be a class, as for LightningCLI itself, not a function.")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 
-from lightning_memguard.core.decision.decision import Budget, retries_words
+from lightning_memguard.core.decision.decision import Budget, needed_words, retries_words
 from lightning_memguard.core.gpus import Gpu
 from lightning_memguard.core.layers.textbook import ratio_to_peak
 from lightning_memguard.core.replay.footprint import Footprint
@@ -56,13 +56,10 @@ def headline(subject: Subject) -> str:
         more += f", with {getattr(getattr(subject.optimizer, 'func', subject.optimizer), '__name__', 'its optimizer')}"
     if subject.devices * subject.nodes > 1:
         more += f", one of {subject.devices * subject.nodes:,} ranks"
-    return f"{type(subject.model).__name__}, {kind} at {subject.precision}{more}; example batch: {subject.shapes}."
-
-
-def needed(footprint: Footprint) -> str:
-    """The predicted peak, and its upper bound, which is what a budget is compared with, if that is more."""
-    peak, most = format_bytes(footprint.peak_device_bytes), format_bytes(footprint.most_device_bytes)
-    return peak if peak == most else f"{peak}, at most {most}"
+    held = [str(each.dtype).removeprefix("torch.") for each in subject.model.parameters() if each.is_floating_point()]
+    lower = subject.precision == "32-true" and held and "float32" not in held
+    numbers = f"in {held[0]}" if lower else f"at {subject.precision}"
+    return f"{type(subject.model).__name__}, {kind} {numbers}{more}; example batch: {subject.shapes}."
 
 
 def print_plan(plan: Plan, console: Console, kind: str) -> None:
@@ -76,12 +73,12 @@ def print_plans(plans: Sequence[Plan], console: Console) -> None:
     size, each = plans[0].footprint.batch_size, " a rank" if plans[0].ranks > 1 else ""
     at_size, at_largest = f"Predicted at {size}", "Predicted at largest"
     headings = "Budget", at_size, "Share", "Fits", f"Largest batch{each}", at_largest, "Its step"
-    title = f"MemGuard: batch size {size}{each} on {counted(len(plans), 'device')}"
+    title = f"MemGuard: batch size {size}{each}, on each of these devices alone"
     table = new_table(title, "Device", *(f">{heading}" for heading in headings))
     for plan in plans:
         budget, fits = format_bytes(plan.budget.free_bytes), "yes" if plan.fits else "NO"
         seconds = plan.largest.footprint.step_seconds if plan.largest and plan.largest.footprint else None
-        predicted = needed(plan.footprint).replace(", ", "\n")  # a terminal may be 80 wide
+        predicted = needed_words(plan.footprint).replace(", ", "\n")  # a terminal may be 80 wide
         step = duration(seconds.likely) if seconds else ""
         table.add_row(plan.budget.device, budget, predicted, f"{plan.share:.0%}", fits, *_largest(plan), step)
     console.print(table)
@@ -90,6 +87,8 @@ def print_plans(plans: Sequence[Plan], console: Console) -> None:
     for plan in plans:
         if plan.asked.retries:
             console.print(f"On {plan.budget.device} it {retries_words(plan.asked.retries)}.")
+        if plan.asked.setting:
+            console.print(f"On {plan.budget.device} it fits with {plan.asked.setting} in the environment.")
     limits = {_within(plan) for plan in plans if plan.largest and plan.largest.limited_by != "memory"}
     if limits:
         console.print(f"+: the largest {' or '.join(sorted(limits))}; memory is not the limit.")
@@ -114,7 +113,7 @@ def _largest_words(plan: Plan) -> str:
         return f"{none if plan.too_large else 'Largest batch size unknown'}: {reason.rstrip('.')}."
     size = largest.batch_size
     in_all = "" if plan.ranks == 1 else f" a rank, {size * plan.ranks:,} in all"
-    return f"Largest batch size {_within(plan)}: {size}{in_all}, which needs {needed(largest.footprint)}."
+    return f"Largest batch size {_within(plan)}: {size}{in_all}, which needs {needed_words(largest.footprint)}."
 
 
 def _within(plan: Plan) -> str:
@@ -130,7 +129,7 @@ def _largest(plan: Plan) -> tuple[str, str]:
     if largest is None or largest.footprint is None:
         return "none" if plan.too_large else "unknown", ""
     more = "" if largest.limited_by == "memory" else "+"
-    return f"{largest.batch_size}{more}", format_bytes(largest.footprint.peak_device_bytes)
+    return f"{largest.batch_size}{more}", needed_words(largest.footprint).replace(", ", "\n")
 
 
 def plan_data(plan: Plan) -> dict[str, Any]:
@@ -142,6 +141,7 @@ def plan_data(plan: Plan) -> dict[str, Any]:
         "budget": budget_data(plan.budget),
         "asked": footprint_data(plan.footprint),
         "retries": vars(plan.asked.retries) if plan.asked.retries else None,
+        "setting": plan.asked.setting or None,
         "largest_batch_size": largest.batch_size if largest else None,
         "largest_in_all": largest.batch_size * plan.ranks if largest else None,
         "limited_by": largest.limited_by if largest else None,

@@ -12,7 +12,15 @@ from rich.table import Table
 from lightning_memguard.core.decision.decision import Budget, Decision, batch_sizes, part_words, prediction_of
 from lightning_memguard.core.decision.record import EpochRecord
 from lightning_memguard.core.replay.footprint import Footprint
-from lightning_memguard.report.words import at_size, duration, peak_range, peak_words, size_of, step_words
+from lightning_memguard.report.words import (
+    at_size,
+    duration,
+    measured_words,
+    peak_range,
+    peak_words,
+    size_of,
+    step_words,
+)
 from lightning_memguard.units import counted, format_bytes
 
 Row = tuple[str, str, str]
@@ -232,7 +240,7 @@ def warning_of(decision: Decision) -> str:
 
 def last_line(records: Sequence[EpochRecord]) -> str:
     """One line for the end of a fit: predicted versus measured."""
-    worst = max(records, key=lambda record: record.measured.peak_bytes)
+    worst = max(records, key=lambda record: record.measured.taken_bytes)
     footprint, measured = worst.predicted, worst.measured
     size = format_bytes(footprint.peak_device_bytes)
     predicted = f"{size} without activations" if footprint.is_partial else f"a peak of {size}"
@@ -251,5 +259,5 @@ def last_line(records: Sequence[EpochRecord]) -> str:
     if seconds:
         run = f"{duration(seconds)} a step{f', predicted {duration(expected.likely)}' if expected else ''}; {run}"
     over = f", {format_bytes(-worst.headroom_bytes)} over budget" if worst.headroom_bytes < 0 else ""
-    peak = f"measured {format_bytes(measured.peak_bytes)} ({measured.source})"
+    peak = f"measured {measured_words(measured)}"
     return f"MemGuard: predicted {predicted}, {peak}{error}{over}; {run}"

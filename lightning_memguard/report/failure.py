@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lightning_memguard.core.decision.decision import Budget, Decision, Verdict, part_words, verdict
-from lightning_memguard.core.decision.record import Measured
+from lightning_memguard.core.decision.record import AFTER, Measured
 from lightning_memguard.core.device.host import MemoryInfo
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.core.replay.timeline import LineShare
-from lightning_memguard.core.trace.kept import Kept, places
+from lightning_memguard.core.trace.kept import Kept, places, remedy
 from lightning_memguard.core.trace.trace import Shapes
-from lightning_memguard.report.words import at_size, peak_words, size_of
+from lightning_memguard.report.words import at_size, measured_words, peak_words, size_of
 from lightning_memguard.units import MIB, counted, format_bytes
 
 _MOST_SHAPES = 6
@@ -114,6 +114,8 @@ def overrun_words(
     would_fit: int | None,
     larger: Larger | None,
     kept: Sequence[Kept] = (),
+    outside: Mapping[str, int] | None = None,
+    shapes: int = 0,
 ) -> str:
     """Say by how much a run passed its budget, and what would have kept it within.
 
@@ -124,20 +126,55 @@ def overrun_words(
         would_fit: the largest batch size that would have kept the budget; 0 if none would, None if it is not known.
         larger: a batch that was larger than those predicted from; None if there was none.
         kept: what the run leaves behind until memory runs out, if that is known: no batch size helps then.
+        outside: bytes that the process takes now outside of tensors, by what takes them.
+        shapes: how many shapes of batches there were.
     """
-    taken, most = measured.peak_bytes, format_bytes(predicted.most_device_bytes)
+    taken, most = measured.taken_bytes, format_bytes(predicted.most_device_bytes)
     if larger:
         most += f", for a batch of {_listed(larger.shapes)} {format_bytes(larger.footprint.most_device_bytes)}"
     way_out = f"Lower {size_of(predicted)}, or raise `margin`"
-    if would_fit is not None:
+    if not steps_explain(predicted, measured):
+        way_out = _outside_of_steps(measured, outside or {}, shapes)
+    elif would_fit is not None:
         way_out = f"{_size_that_fits(would_fit, larger is not None)} stayed within it: {_remedy(would_fit)}"
     if kept:
         way_out = f"It grows by what is left behind{places(kept[:1])}, as was said before"
     return (
-        f"This run has taken {format_bytes(taken)} ({measured.source}) {at_size(predicted)}, "
+        f"This run has taken {format_bytes(taken)} ({measured.of_process().source}) {at_size(predicted)}, "
         f"{format_bytes(taken - budget.free_bytes)} over its budget of {format_bytes(budget.free_bytes)}; at most "
         f"{most} were predicted. {way_out}{', or truncate long samples' if larger else ''}."
     )
+
+
+def steps_explain(predicted: Footprint, measured: Measured) -> bool:
+    """Whether a peak is that of the steps: its tensors are a step's, and the process took little in addition."""
+    if measured.process_bytes is None:
+        return True
+    known = predicted.highest.outside_bytes + _NOISE_SHARE * measured.peak_bytes
+    return measured.where not in AFTER and measured.process_bytes - measured.peak_bytes <= known
+
+
+def _outside_of_steps(measured: Measured, outside: Mapping[str, int], shapes: int) -> str:
+    """Say what took memory that no step did, as far as that was measured."""
+    tensors = format_bytes(measured.peak_bytes)
+    if measured.where in AFTER:
+        return f"Its tensors took {tensors} in {measured.where}, not in a step: another batch size changes little"
+    rest = format_bytes((measured.process_bytes or 0) - measured.peak_bytes)
+    named = ", ".join(f"{what} {format_bytes(nbytes)}" for what, nbytes in outside.items() if nbytes >= MIB)
+    cache = ""
+    if shapes >= _MANY_SHAPES:
+        cache = (
+            f". oneDNN keeps kernels for shapes that it has seen, here {shapes}: ONEDNN_PRIMITIVE_CACHE_CAPACITY=16 in "
+            "the environment keeps fewer"
+        )
+    return (
+        f"The memory of a step does not explain it, and another batch size may not help: tensors took {tensors}, and "
+        f"{rest} are outside of tensors{f' (now: {named})' if named else ''}{cache}"
+    )
+
+
+_MANY_SHAPES = 8
+_NOISE_SHARE = 0.1
 
 
 def _size_that_fits(size: int, alike: bool) -> str:
@@ -164,9 +201,7 @@ def kept_words(decision: Decision) -> str:
     ended = f"; the memory of {'the host' if kept[0].on_host else budget.device} ends {moment}."
     if not places(named[:1]):
         return f"{begun}, in Python objects of the process{ended}"
-    keep = "`.detach()` what is kept, which holds its graph" if named[0].has_graph else "Keep less there (`.item()`)"
-    keep = "Give that cache a `maxsize`" if named[0].holder.startswith("the cache of") else keep
-    return f"{begun}{places(named)}{ended} {keep}, or clear it at the end of each epoch."
+    return f"{begun}{places(named)}{ended} {remedy(named[0])}, or clear it at the end of each epoch."
 
 
 @dataclass(frozen=True)
@@ -246,7 +281,7 @@ def _predicted(failure: Failure) -> str:
     at_most = "" if most == predicted.peak_device_bytes else f" (at most {format_bytes(most)})"
     so_far = "the peak up to this error could not be measured"
     if measured is not None and measured.peak_bytes:
-        so_far = f"the measured peak up to this error is {format_bytes(measured.peak_bytes)} ({measured.source})"
+        so_far = f"the measured peak up to this error is {measured_words(measured)}"
     if predicted.is_partial:
         return f"MemGuard predicted {peak} without activations, which are unknown; {so_far}."
     return (
@@ -287,7 +322,7 @@ def _advice(failure: Failure) -> str:
         return f"The data sets the sizes of its batches: lower {size_of(failure.predicted)}, or use {_LESS_MEMORY}."
     if predicted.is_partial or size is None:
         return "Which batch size would have fit is unknown: try a smaller one."
-    measured_bytes = failure.measured.peak_bytes if failure.measured else 0
+    measured_bytes = failure.measured.taken_bytes if failure.measured else 0
     offered = min(each.usable_bytes for each in (failure.budget, failure.budget_now) if each)
     if max(predicted.most_device_bytes, measured_bytes) <= offered:
         figures = f"what was predicted and measured fits in {format_bytes(offered)}"

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from lightning_memguard.core.decision.decision import Decision, batch_sizes, part_words, prediction_of
 from lightning_memguard.core.decision.record import EpochRecord, Measured
 from lightning_memguard.core.replay.footprint import Footprint
-from lightning_memguard.report.words import COLORS, bounds_of, peak_range, ticks
+from lightning_memguard.report.words import COLORS, bounds_of, peak_range, source_words, ticks
 from lightning_memguard.units import format_bytes
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def picture_of_epoch(record: EpochRecord) -> Picture:
     return Picture(
         f"Epoch {record.epoch}, batch size {batch_sizes(record, record.batch_size)}",
         f"predicted {peak_range(footprint)}, {peak if measured.peak_bytes else 'not measured'}",
-        f"measured: {measured.source}",
+        f"measured: {source_words(measured)}",
         groups_of(footprint, measured if measured.peak_bytes else None),
         record.budget_bytes,
         record.budget_bytes - record.margin_bytes,

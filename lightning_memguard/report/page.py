@@ -211,14 +211,15 @@ def _epochs(records: Sequence[EpochRecord]) -> str:
     longest = max(max(record.measured.peak_bytes, record.predicted.peak_device_bytes) for record in shown)
     counts = {head: count for head, count in _COUNTS.items() if any(map(count, records))}
     rows = "".join(_epoch(record, longest * 1.05 or 1, [of(record) for of in counts.values()]) for record in shown)
-    heads = ("Epoch", "Batch size", "Predicted", "Measured", "Error", "Headroom", *counts)
+    process = ["Process"] if any(record.measured.process_bytes for record in shown) else []
+    heads = ("Epoch", "Batch size", "Predicted", "Measured", "Error", *process, "Headroom", *counts)
     heads += ('<span class="hidden">Measured, and predicted on it</span>',)
     after = shown[-1].expected_bytes
     narrowed = f" After the epochs before it, the last was expected to take {byte_range(*after)}." if after else ""
     sources = ", ".join(dict.fromkeys(escape(record.measured.source) for record in shown))
     return f"""<section><h2>Predicted versus measured</h2>
-<p class="sub">Measured: {sources}. The bar is the measured peak, the mark on it the predicted one.
-{narrowed}{omitted}</p>
+<p class="sub">Measured: {sources}. <span class="wide">The bar is the measured peak, the mark on it the predicted
+one.</span> {narrowed}{omitted}</p>
 <div class="scroll">{charts.table("epochs", heads, rows, "Predicted and measured peak by epoch")}</div></section>"""
 
 
@@ -236,6 +237,7 @@ def _epoch(record: EpochRecord, scale: float, counts: Sequence[int]) -> str:
         format_bytes(predicted),
         format_bytes(measured) if measured else "unknown",
         f"{record.error_ratio:+.1%}" if record.has_error else "",
+        *([format_bytes(record.measured.process_bytes)] if record.measured.process_bytes else []),
         format_bytes(record.headroom_bytes),
         *counts,
         _meter(measured / scale, "var(--accent)", predicted / scale),

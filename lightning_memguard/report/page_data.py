@@ -121,6 +121,7 @@ def _record_data(record: EpochRecord) -> dict[str, Any]:
         "expected_peak_bytes": record.expected_bytes,
         "measured_peak_bytes": measured.peak_bytes,
         "measured_source": measured.source,
+        "measured_process_bytes": measured.process_bytes,
         "predicted_host_bytes": record.predicted_host_bytes or None,
         "measured_host_bytes": measured.host_bytes,
         "measured_parts_bytes": dict(measured.parts),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from lightning_memguard.core.decision.record import Measured
 from lightning_memguard.core.range import Range
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.core.trace.trace import OPTIONAL_PARTS, PARTS
@@ -109,6 +110,17 @@ def round_step(step: float) -> float:
     """The next of 1, 2, 2.5, 5 times a power of ten."""
     power = 10.0 ** math.floor(math.log10(max(step, 1e-9)))
     return next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= step * 0.999)
+
+
+def measured_words(measured: Measured) -> str:
+    """The measured peak and its counter: ``"40.6 MiB (tensors; the process took 104.1 MiB)"``."""
+    return f"{format_bytes(measured.peak_bytes)} ({source_words(measured)})"
+
+
+def source_words(measured: Measured) -> str:
+    """The counter of a measured peak, and what the whole process took if that was measured as well."""
+    process = measured.process_bytes
+    return f"{measured.source}; the process took {format_bytes(process)}" if process else measured.source
 
 
 def bounds_of(footprint: Footprint) -> tuple[int, int] | None:

@@ -128,8 +128,8 @@ def both(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[Any, str]
         status = main(["plan", *arguments, "--json"])
     answer = json.loads(capsys.readouterr().out)
     assert answer["fits"] == (status == FITS)
-    *plans, _ = printed.call_args.args
-    plan_command._print(*plans, files=())
+    subject, plans, adviser, advice, *_ = printed.call_args.args
+    plan_command._print(subject, plans, adviser, advice, files=())
     return answer, " ".join(capsys.readouterr().out.split())
 
 
@@ -204,10 +204,10 @@ def test_the_exit_status_is_1_where_no_device_fits_and_0_where_one_does(capsys) 
 def test_one_device_is_shown_by_part_and_several_in_a_row_each(capsys) -> None:
     one = shown(capsys, "plan", *LINEAR, *BATCH, "--device", "T4", "--max-batch-size", "64")
     assert "optimizer state" in one
-    assert "MemGuard: batch size 8 fits." in one
+    assert "MemGuard: batch size 8 fits: " in one
     assert "Largest batch size of 64 or less: 64, which needs" in one
     several = shown(capsys, "plan", *LINEAR, *BATCH, "--device", "T4", "--device", "RTX 4090", "--max-batch-size", "64")
-    assert "batch size 8 on 2 devices" in several
+    assert "batch size 8, on " in several
     assert "NVIDIA GeForce RTX 4090" in several
     assert "64+" in several
     assert "+: the largest of 64 or less; memory is not the limit." in several
@@ -217,7 +217,7 @@ def said(plan: dict[str, Any], text: str) -> None:
     """Check that the text of a plan for one device agrees with its JSON, and both with the budget."""
     asked, largest, usable = plan["asked"], plan["largest"], plan["budget"]["usable_bytes"]
     assert plan["fits"] == (asked["most_device_bytes"] <= usable)
-    assert (f"batch size {asked['batch_size']} fits." in text) == plan["fits"]
+    assert (f"batch size {asked['batch_size']} fits: " in text) == plan["fits"]
     if largest is None:
         assert ("No batch size" in text) != ("Largest batch size unknown" in text)
         return

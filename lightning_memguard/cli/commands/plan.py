@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_memguard.cli import tables
+from lightning_memguard.cli import fine_tuning, tables
 from lightning_memguard.cli.options import add_device, add_target, default_devices, whole_number
 from lightning_memguard.cli.status import Say, progress
 from lightning_memguard.core.replay.timeline import timeline_of
@@ -23,6 +23,7 @@ from lightning_memguard.units import parse_bytes
 if TYPE_CHECKING:
     from lightning_memguard.core.decision.advice import Advice
     from lightning_memguard.core.decision.decision import Limits
+    from lightning_memguard.training.planning.by_name import Largest
     from lightning_memguard.training.planning.layouts import Fit
     from lightning_memguard.training.planning.plan import Plan
     from lightning_memguard.training.planning.subject import Subject
@@ -35,6 +36,7 @@ EPILOG = "Exit status: 0 if it fits some device, 1 if it fits none, 2 for bad us
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Describe the options."""
     add_target(parser)
+    fine_tuning.add_arguments(parser)
     add_device(parser, "repeatable (default: the GPUs of this machine, or some common ones)")
     add = parser.add_argument_group("limits").add_argument
     add("--margin", type=float, default=0.05, help="share of the memory to keep free (default: 0.05)")
@@ -73,7 +75,10 @@ def run(options: argparse.Namespace) -> bool:
             raise MemGuardError("--price is the cost of the ways that --target-batch finds.")
         if options.target_batch is not None and (options.advise or options.measured or options.report):
             raise MemGuardError("--target-batch goes without --advise, --measured and --report: leave them out.")
-        subject = read_subject(options, say)
+        tuning = fine_tuning.read(options)
+        if tuning is not None:
+            say("making the model")
+        subject = read_subject(options, say) if tuning is None else fine_tuning.subject_for(options, tuning)
         plans, found = [], None
         if options.target_batch is not None:
             from lightning_memguard.training.planning.ways import find_ways
@@ -84,17 +89,22 @@ def run(options: argparse.Namespace) -> bool:
         for device in () if found else devices:
             say(f"tracing the step on {device}")
             plan_it = partial(plan_on, device=device, limits=limits, measured=measured)
-            subject, plan = with_memory_if_needed(options, subject, say, plan_it)
+            if tuning is None:
+                subject, plan = with_memory_if_needed(options, subject, say, plan_it)
+            else:
+                plan = plan_it(subject)
             plans.append(plan)
+        largest = fine_tuning.largest(options, tuning, devices, limits, say) if tuning else []
         adviser, advice = _advise(plans, say) if options.advise and plans else (None, ())
         layouts = _layouts(subject, adviser, limits, say) if adviser else ()
         files = _report(options, subject, plans[0], say) if options.report and plans else ()
     if found is not None:
         return _print_ways(subject, found, as_json=options.json)
     if options.json:
-        _print_json(subject, plans, adviser, advice, layouts)
+        _print_json(subject, plans, adviser, advice, layouts, largest)
     else:
         _print(subject, plans, adviser, advice, files)
+        fine_tuning.print_largest(largest, tables.terminal())
         tables.print_layouts(layouts, tables.terminal())
     return any(plan.fits for plan in plans)
 
@@ -174,7 +184,12 @@ def _print(
 
 
 def _print_json(
-    subject: Subject, plans: Sequence[Plan], adviser: Plan | None, advice: Sequence[Advice], layouts: Sequence[Fit]
+    subject: Subject,
+    plans: Sequence[Plan],
+    adviser: Plan | None,
+    advice: Sequence[Advice],
+    layouts: Sequence[Fit],
+    largest: Sequence[Largest],
 ) -> None:
     answer: dict[str, Any] = {
         "model": type(subject.model).__name__,
@@ -189,4 +204,6 @@ def _print_json(
         answer["advice_on"] = adviser.budget.device
         answer["advice"] = [tables.advice_data(each) for each in advice]
         answer["layouts"] = [asdict(each) for each in layouts]
+    if largest:
+        answer["largest"] = [fine_tuning.largest_data(each) for each in largest]
     tables.print_json(answer)

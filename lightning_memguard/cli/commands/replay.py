@@ -76,9 +76,7 @@ def _capacity(text: str) -> int:
     try:
         return parse_bytes(text)
     except MemGuardError:
-        from lightning_memguard.core.device.context import CONTEXT_BYTES  # here: it imports torch
-
-        return find(text).memory_bytes - CONTEXT_BYTES.likely
+        return find(text).capacity_bytes
 
 
 def _data(

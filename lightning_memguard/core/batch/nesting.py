@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
+import sys
 from collections import UserDict, UserList, deque
 from collections.abc import Callable, Iterator, Mapping
 from types import FunctionType
@@ -51,6 +52,23 @@ def batch_bytes(tree: object) -> int:
     """Bytes of all tensors of a nesting, by their shapes."""
     dense = (part for tensor in tensors_in(tree) for part in (tensor.unbind() if tensor.is_nested else (tensor,)))
     return sum(tensor.numel() * tensor.element_size() for tensor in dense)
+
+
+TENSOR_OBJECT_BYTES = 600
+"""The object of a tensor, without its data: a view of a row takes 516 bytes of malloc and 80 of Python (torch 2.13)."""
+
+
+def object_bytes(tree: object) -> int:
+    """Bytes of the objects that a nesting is made of, without the data of its tensors and arrays."""
+    if isinstance(tree, torch.Tensor):
+        return TENSOR_OBJECT_BYTES
+    if isinstance(tree, np.ndarray):
+        return _ARRAY_OBJECT_BYTES
+    plain = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, LISTS) else ()
+    return sys.getsizeof(tree) + sum(map(object_bytes, (children_of(tree) or {}).values() or plain))
+
+
+_ARRAY_OBJECT_BYTES = 160
 
 
 def growth_sizes(shapes: Shapes, nbytes: int, *, alone: bool = True) -> list[float]:

@@ -94,9 +94,13 @@ def _failure(error: BaseException) -> CaptureFailedError:
     reason = first.removesuffix(".") if ours else reason_of(error, first[:200])
     if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
         is_read = "_local_scalar_dense" in str(error.func)
-        reason = f"{'`.item()` or `bool()`' if is_read else error.func} needs the values of a tensor"
+        reason = f"{'`.item()` or `bool()`' if is_read else _name_of(error.func)} needs the values of a tensor"
     text = f"{reason}, at {place}" if place else reason
     return CaptureFailedError(text, reason, value_needed=_needs_value(error))
+
+
+def _name_of(func: Any) -> str:
+    return f"torch.{func.overloadpacket.__name__}" if hasattr(func, "overloadpacket") else str(func)
 
 
 def _needs_value(error: BaseException | None) -> bool:

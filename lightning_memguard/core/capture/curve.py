@@ -13,7 +13,16 @@ from lightning_memguard.core.replay.seconds import Speed, Timing
 from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.core.trace.growth import Growth, extrapolate
 from lightning_memguard.core.trace.packed import PackedGrowth, PackedTraces
-from lightning_memguard.core.trace.trace import SIGNED_SIZE, Answers, Method, Shapes, Trace, signature_of
+from lightning_memguard.core.trace.trace import (
+    SIGNED_SIZE,
+    WORTH_A_NOTE,
+    Answers,
+    Method,
+    Shapes,
+    Trace,
+    is_note,
+    signature_of,
+)
 from lightning_memguard.core.trace.work import Work
 from lightning_memguard.errors import CannotTraceError
 from lightning_memguard.units import format_bytes
@@ -264,6 +273,8 @@ class Curve:
             least = self.footprint_of(self.floor.at(batch_size)).lowest if self.floor else most.lowest
             if least.allocated_bytes < most.lowest.allocated_bytes:
                 most = most.doubted("least results", least)
+            if self.floor and most.peak_allocated_bytes - most.lowest.allocated_bytes < WORTH_A_NOTE:
+                most = replace(most, notes=tuple(note for note in most.notes if not is_note(note, "largest result")))
             gap = self.gaps.get(batch_size)
             if (gap and gap.kind == "late") or (self.stopped and batch_size not in self.proven_sizes):
                 most = self._with_doubt(most)
@@ -354,7 +365,7 @@ def _with_range(most: Footprint, found: Sequence[Footprint], ceiling: Footprint 
         return most
     seen = [format_bytes(of(each.allocated_bytes for each in points)) for of in (min, max)]
     note = f"the memory of a step depends on its batch: {seen[0]} to {seen[1]} in those drawn; the most is predicted"
-    return replace(wide, notes=(*most.notes, *([note] if seen[0] != seen[1] else [])))
+    return replace(wide, notes=(*most.notes, *([note] if spread[0] >= WORTH_A_NOTE else [])))
 
 
 def _with_drawn(most: Footprint, found: Sequence[Footprint]) -> Footprint:

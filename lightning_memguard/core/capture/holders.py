@@ -222,8 +222,9 @@ def use_of(holder: Holder, roots: Iterable[object] = ()) -> Use:
     found = Use()
     owners = (holder.owner, *(root for root in roots if not isinstance(root, ModuleType)))
     for owner in owners if holder.attribute else ():
-        for source in [*_methods_of(type(owner))] or [owner]:
-            use = _use_in(source, re.escape(holder.attribute))
+        methods = [*_methods_of(type(owner))]
+        for source in methods or [owner]:
+            use = _use_in(source, re.escape(holder.attribute), is_method=bool(methods))
             found = (found if found.line else use)._replace(is_cleared=found.is_cleared or use.is_cleared)
     return found
 
@@ -236,9 +237,10 @@ def _methods_of(cls: type) -> Iterator[Any]:
             yield method
 
 
-def _use_in(owner: Any, name: str) -> Use:
+def _use_in(owner: Any, name: str, *, is_method: bool) -> Use:
     filled = rf"\b{name}\b(\[.*\])?\.({_PUTS})\(|\b{name}\[.*\]\s*=[^=]|\b{name}\s*[+|]=|\.{name}\(|def {name}\("
-    puts = re.compile(rf"{filled}|\b{name}\s*=[^=].*\b{name}\b(?!\[)")
+    itself = rf"\.{name}" if is_method else rf"\b{name}"  # a method's own variable is another
+    puts = re.compile(rf"{filled}|{itself}\s*=[^=].*\b{name}\b(?!\[)")
     emptied = rf"\b{name}\b.*\.({_CLEARS})\(|del .*\b{name}\b|\b{name}\s*=[^=](?!.*\b{name}\b(?!\[))"
     clears = re.compile(rf"{emptied}|log(_dict)?\(.*\b{name}\b\s*[,)}}]")
     try:

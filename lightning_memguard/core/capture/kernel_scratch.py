@@ -64,6 +64,7 @@ class KernelScratch:
         self.spans: list[ScratchSpan] = []
         self._blocks = 0  # numbered below zero: how many there are may change with the batch size
         self._cublas: set[bool] = set()  # if a handle is open: in the backward pass or not
+        self._cublas_lt: set[bool] = set()  # likewise
         self.is_autotuned = False
         self.largest_product = 0
         self.inside = 0  # the operator that is noted next, where it was asked
@@ -125,6 +126,9 @@ class KernelScratch:
             nbytes = table.cublas_workspace_bytes(kernel_target.compute_capability, os.environ)
             if nbytes:
                 self._storages.take(nbytes, operator, "workspaces")
+        if operator.startswith("aten.addmm") and in_backward not in self._cublas_lt:
+            self._cublas_lt.add(in_backward)
+            self._storages.expect(table.CUBLAS_LT_WORKSPACE, "workspaces", at_most=True)
 
     def _scratch(self, scratch: Scratch, place: int | None, operator: str) -> None:
         """Allocate blocks that live inside the operator that ran last, and free them."""

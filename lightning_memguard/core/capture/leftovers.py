@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_memguard.core.capture.recorder import Recorder
 from lightning_memguard.core.isolation.pool import in_child
+from lightning_memguard.core.trace.trace import WORTH_A_NOTE
 from lightning_memguard.units import format_bytes
 
 _MOST_RISING = 6
@@ -112,6 +113,8 @@ class Garbage:
             return
         self._recorder.expect(self._bytes, "activations")
         self._recorder.expect((_BATCHES_OF_GARBAGE - 1) * self._bytes, "activations", at_most=True)
+        if _BATCHES_OF_GARBAGE * self._bytes < WORTH_A_NOTE:
+            return
         self._recorder.assumptions[
             f"each batch leaves {format_bytes(self._bytes)} in reference cycles of Python objects that wait for the "
             f"garbage collector; at most, those of {_BATCHES_OF_GARBAGE} batches are counted. `gc.collect()` after a "

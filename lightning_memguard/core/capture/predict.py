@@ -39,7 +39,7 @@ from lightning_memguard.core.replay.seconds import Speed
 from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.core.simulation.value_sizes import LEAST
 from lightning_memguard.core.trace.growth import Growth, extrapolate, grow
-from lightning_memguard.core.trace.trace import Method, Shapes, Trace
+from lightning_memguard.core.trace.trace import WORTH_A_NOTE, Method, Shapes, Trace
 from lightning_memguard.errors import CannotTraceError
 
 # Powers of two, so that a step that divides its batch runs; above 2, so that batch norm and pairs do; small, since the
@@ -562,7 +562,10 @@ def _sampled(captures: Captures, program: Program, worst: Curve, batch_size: int
         found, most = sampled.footprint_at(likely), upper.footprint_at(likely)
     except CannotTraceError:
         return None
-    return sampled.curve if most.highest.allocated_bytes > _CLEARLY * found.peak_allocated_bytes else None
+    if most.highest.allocated_bytes <= _CLEARLY * found.peak_allocated_bytes:
+        return None
+    is_small = most.highest.allocated_bytes - found.peak_allocated_bytes < WORTH_A_NOTE
+    return replace(sampled.curve, notes=worst.notes) if is_small else sampled.curve
 
 
 def _with_least(captures: Captures, program: Program, worst: Curve) -> Curve:

@@ -237,7 +237,7 @@ class LoopProgram(Program):
 
     Attributes: those of `Program`, and
         model: any module; only copies of it run.
-        step: ``(model, batch) -> loss``.
+        step: ``(model, batch) -> loss``, or the loss and what the loop's variables hold besides.
         optimizer: ``(parameters) -> Optimizer``, or None to keep gradients only.
         training: False for one forward under ``torch.no_grad``.
         accumulate_grad_batches: above 1, each batch finds the gradients of the one before.
@@ -365,6 +365,9 @@ class LoopProgram(Program):
         self, recorder: Recorder, module_copy: nn.Module, optimizers: Sequence[Optimizer], batch_size: int, fake: bool
     ) -> None:
         leftovers, counters, last = Leftovers(recorder, self._least_steps), recorder.counters, -1
+        kept: list[object] = []  # in the loop's variables, until the next forward pass has returned
+        sizes: list[int] = []  # of what the model returns
+        hook = module_copy.register_forward_hook(lambda *call: sizes.append(batch_bytes(call[-1])))
         for index in itertools.count():
             counters.note(optimizers, module_copy)
             if last < 0:
@@ -380,6 +383,14 @@ class LoopProgram(Program):
             batch = self._next_batch(recorder, batch_size, fake)  # alive until the next, as a loop variable is
             with self.context():
                 loss = self._step(recorder, module_copy, batch, fake=fake, first=index == 0)
+                if index == 0:
+                    hook.remove()
+                    if isinstance(loss, tuple):
+                        module_copy.register_forward_hook(lambda *_: kept.clear())
+                    elif self.gpu is not None:  # whose figures have a range: the loop may keep what the model returns
+                        recorder.expect(max(sizes, default=0), "activations", at_most=True)
+                if isinstance(loss, tuple):
+                    loss, *kept[:] = loss
                 recorder.mark("backward")
                 loss.backward()
             gradients = gradients_of(optimizers, module_copy)

@@ -41,6 +41,7 @@ from lightning_memguard.core.simulation import (
     fast_paths,
     mkldnn_lstm,
     one_rank,
+    quantized,
     streams,
 )
 from lightning_memguard.core.simulation.backward import graph_task, in_place, masked, walking
@@ -57,7 +58,6 @@ from lightning_memguard.errors import CannotTraceError, MemGuardError
 _device_of = torch.ops.prim.device.default
 _COMPOSED = torch._C.DispatchKey.CompositeImplicitAutograd
 _EXPLICIT = torch._C.DispatchKey.CompositeExplicitAutograd
-_FUSED_RMS_NORM = aten._fused_rms_norm.default
 _ADD, _ADD_ = aten.add.Tensor, aten.add_.Tensor
 _DISTANCES = aten._euclidean_dist.default  # `cdist` by a product, of copies of both inputs
 
@@ -124,6 +124,7 @@ class Recorder(Storages, TorchDispatchMode):
 
     def label_held_by(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Label what optimizers hold: parameters, which a step may give other memory (``p.data = ...``), and states."""
+        quantized.begin_if_imported()
         for optimizer in optimizers:
             self.label((p for group in optimizer.param_groups for p in group["params"]), "parameters")
         self.label(states_of(optimizers), "optimizer_state")
@@ -209,12 +210,11 @@ class Recorder(Storages, TorchDispatchMode):
 
     def _result(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         try:
-            out = self._custom_result(func, args, kwargs) if fake.is_custom(func) else None
-            if out is None:
-                out = self._fake_result(func, args, kwargs)
-            if out is None:
+            ran = self._custom_result(func, args, kwargs) if fake.is_custom(func) else None
+            out = ran[0] if ran else self._fake_result(func, args, kwargs)
+            if out is None and not ran:
                 out = self.reads.given(func, self.line)
-            if out is None:
+            if out is None and not (ran and not func._schema.returns):
                 out = func(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
             if not self.worst_case:
@@ -255,15 +255,22 @@ class Recorder(Storages, TorchDispatchMode):
         with nullcontext() if view else torch.overrides.enable_reentrant_dispatch(), self:
             yield
 
-    def _custom_result(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    def _custom_result(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[object] | None:
         """Run what an operator implemented in Python runs, to see what it allocates; None for others."""
         if not any(tensor.device.type == self.device_type for tensor in plain_tensors([args, *kwargs.values()])):
             return None
         implementation = fake.python_implementation(func, self.device_type)
+        if self.device_type == "cuda" and quantized.depends_on_outliers(func, args, kwargs):
+            implementation = quantized.quantize_rows
+            self.assumptions[quantized.OUTLIERS] = None
         if implementation is not None:
             try:
-                with self._inside_kernel(), fake.without_addresses():
-                    return implementation(*args, **kwargs)
+                with self._inside_kernel(), quantized.addresses_for(func, self.device_type) or fake.without_addresses():
+                    forget_written(func, args, kwargs)
+                    out = implementation(*args, **kwargs)
+                if self.device_type == "cuda" and (most := quantized.most_of_outliers(func, args, out)):
+                    self.hold_at_most(*most)
+                return (out,)
             except fake.NoAddressError:
                 pass
             except (DataDependentOutputException, DynamicOutputShapeException, MemGuardError):
@@ -377,8 +384,7 @@ def _is_composed(func: OpOverload, device_type: str) -> bool:
     True for a kernel in C++, which is what really runs; ``func.decompose`` differs for some, such as ``gru``.
     """
     has_kernel, name = torch._C._dispatch_has_kernel_for_dispatch_key, func.name()
-    own = device_type == "cuda" and func is _FUSED_RMS_NORM  # builds for the CPU alone do not know of it
-    return has_kernel(name, _COMPOSED) and not (own or has_kernel(name, device_type.upper()))
+    return has_kernel(name, _COMPOSED) and not has_kernel(name, device_type.upper())
 
 
 def call_with_overrides(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
@@ -407,6 +413,10 @@ class _ModulePaths(TorchFunctionMode):
             # Maybe inside another; it adds its bias in place, except under a dispatch mode.
             with patched(self.recorder, in_linear=len(self.recorder._bytes)):
                 out = call_with_overrides(func, args, kwargs or {})
+        elif func is Tensor.backward:  # runs without this mode, and `torch.autograd.backward` with it
+            with self:
+                _backward(*args, **(kwargs or {}))
+            return None
         elif func in READS:
             read = functools.partial(call_with_overrides, func, args, kwargs or {})
             out = self.recorder.reads.noting(func, self.recorder.line, read)
@@ -433,6 +443,16 @@ class _ModulePaths(TorchFunctionMode):
         here = metadata.get("memguard")
         if here is not None:
             self.recorder.module, self.recorder.source = here
+
+
+def _backward(
+    tensor: Tensor,
+    gradient: Tensor | None = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Sequence[Tensor] | None = None,
+) -> None:
+    torch.autograd.backward(tensor, gradient, retain_graph, create_graph, inputs=inputs)
 
 
 def _node_of(tensor: Tensor) -> Any:
@@ -467,6 +487,7 @@ def watching(recorder: Recorder, module: nn.Module) -> Iterator[None]:
             exits.enter_context(nn.modules.module.register_module_forward_hook(leave, always_call=True))
         recorder.label(module.parameters(), "parameters")
         recorder.label(module.buffers(), "buffers")
+        recorder.label(quantized.held_by(module), "parameters")
         on_cpu = recorder.device_type == "cpu"
         if on_cpu:
             recorder.label(unregistered_tensors(module), "buffers")

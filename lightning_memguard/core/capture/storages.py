@@ -25,7 +25,7 @@ from lightning_memguard.core.batch.nesting import batch_bytes, shapes_of, tensor
 from lightning_memguard.core.foreign import patched
 from lightning_memguard.core.kernels.arguments import operands
 from lightning_memguard.core.simulation import streams
-from lightning_memguard.core.trace.trace import CASES, WAITS, Action, Event, Shapes
+from lightning_memguard.core.trace.trace import WAITS, Action, Event, Shapes
 from lightning_memguard.errors import CannotTraceError
 
 _OF_A_STEP = ("", "activations", "temporaries")
@@ -136,7 +136,20 @@ class Storages:
 
     def expect(self, nbytes: int, part: str, *, at_most: bool = False) -> None:
         """Count a block that later steps find besides what was recorded, or find at most; at least, it is not there."""
-        self._expected += [(case, part, nbytes) for case in (CASES[2:] if at_most else CASES[1:])]
+        self._expected += [(case, part, nbytes) for case in (("high",) if at_most else ("point", "high"))]
+
+    def hold_at_most(self, inside: int, tensor: Tensor, nbytes: int) -> None:
+        """Count at most so many bytes for a moment, and others for as long as a tensor lives."""
+        moment, block = len(self._bytes), len(self._bytes) + 1
+        self._bytes += [inside, nbytes]
+        self.add_row("alloc", moment, "", source=self.line(), case="high")
+        self.add_row("free", moment, "", case="high")
+        self.add_row("alloc", block, "", source=self.line(), case="high")
+
+        def free(_: object) -> None:
+            self.add_row("free", block, "", case="high")
+
+        self._references.append(weakref.ref(tensor.untyped_storage(), free))
 
     def hold(self, tensor: Tensor) -> None:
         """Watch a tensor without counting it: `keep` or `expect` counted its memory, or it is not the step's."""

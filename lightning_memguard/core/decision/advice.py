@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from lightning_memguard.core.decision.decision import needed_words
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.units import format_bytes
 
@@ -45,7 +46,7 @@ def text(advice: Advice) -> str:
         >>> text(Advice(("fused",), ("Adam(..., fused=True)",), ("none",), footprint, 1 << 30, True))
         'fused: 5.0 GiB, 1.0 GiB less, fits. Adam(..., fused=True). Costs: none.'
     """
-    need = format_bytes(advice.footprint.most_device_bytes)
+    need = needed_words(advice.footprint)
     verdict = "fits" if advice.fits else "does not fit"
     time = "" if advice.time_ratio is None else f"{advice.time_ratio - 1:+.0%} time a sample"
     return (

@@ -248,6 +248,7 @@ class Decision(Shown):
         kept: what each batch leaves behind, the most first.
         runs_out_at: when what outlives its epoch fills the budget; None if it does not while the fit runs.
         retries: how a step runs that does not fit with all that the allocator caches; None if it fits, or if it fails.
+        setting: of PyTorch's allocator, as in the environment, with which a step would fit that does not; else empty.
     """
 
     batch_size: int
@@ -270,6 +271,7 @@ class Decision(Shown):
     kept: tuple[Kept, ...] = ()
     runs_out_at: RunsOut | None = None
     retries: Retries | None = None
+    setting: str = ""
 
     @property
     def reason(self) -> str:
@@ -424,9 +426,10 @@ def _why_not(decision: Decision, footprint: Footprint, because: str) -> str:
         return f"does NOT fit {of.device}{because}: {need}. Remedies: {remedies}"
     if footprint.phase == "checkpoint":
         return f"does NOT fit while a checkpoint is saved{because}"
+    would = f", but would with {decision.setting} in the environment" if decision.setting else ""
     if decision.retries:
-        return f"does NOT fit with all that the allocator caches: it {retries_words(decision.retries)}{because}"
-    return f"does NOT fit{', even without its activations' if footprint.is_partial else ''}{because}"
+        return f"does NOT fit with all that the allocator caches{would}: it {retries_words(decision.retries)}{because}"
+    return f"does NOT fit{would}{', even without its activations' if footprint.is_partial else ''}{because}"
 
 
 def retries_words(retries: Retries) -> str:
@@ -646,6 +649,7 @@ def _split(largest: int, request: Request, effective: int) -> tuple[int, int]:
     return size, total // (size * request.ranks)
 
 
+CONTEXT = "context"  # of a device, and its libraries: no part of a step
 _RULES_OF_THUMB = {
     "parameters": "Use a smaller model, shard it across devices",
     "buffers": "Use smaller buffers, keep them off the device",
@@ -660,20 +664,24 @@ _RULES_OF_THUMB = {
     "gathered": "Shard smaller layers by themselves, reshard them after the forward pass",
     "prefetched": "Set prefetch_factor=1 in DataLoader, use fewer workers",
     "workers": "Use fewer workers",
+    CONTEXT: "Use a GPU with more memory: no setting of the training makes its context smaller",
     "communication": "Set gradient_as_bucket_view=True in DDPStrategy, freeze part of the model",
 }
 
 
 def _does_not_fit(footprint: Footprint, budget: Budget, request: Request) -> DoesNotFitError:
-    need, usable = footprint.most_device_bytes, budget.usable_bytes
-    part = footprint.largest_part
-    where = f" in {footprint.phase}" if footprint.is_evaluation else ""
+    need, usable, part = footprint.most_device_bytes, budget.usable_bytes, footprint.largest_part
+    outside, where = footprint.outside_bytes, ""
+    if footprint.is_evaluation:
+        where = f" in {footprint.phase}{footprint.module and f' ({footprint.module})'}"
+    largest = f"{part.replace('_', ' ')}, {format_bytes(footprint.parts[part])}"
+    if outside > footprint.parts[part]:
+        part, largest = CONTEXT, f"the device's context and libraries, {format_bytes(outside)}"
     return DoesNotFitError(
-        f"Batch size {footprint.batch_size} needs {format_bytes(need)}{where}; {budget.device} offers "
+        f"Batch size {footprint.batch_size} needs {needed_words(footprint)}{where}; {budget.device} offers "
         f"{format_bytes(usable)} after a {budget.margin_share:.0%} margin ({format_bytes(budget.free_bytes)} "
         f"{'given' if budget.source == 'given' else f'free, source: {budget.source}'}), short by "
-        f"{format_bytes(need - usable)}. The largest part is {part.replace('_', ' ')}, "
-        f"{format_bytes(footprint.parts[part])}.{_outside(footprint)}",
+        f"{format_bytes(need - usable)}. The largest part is {largest}.{_unknown(footprint)}",
         needed_bytes=need,
         usable_bytes=usable,
         largest_part=part,
@@ -682,14 +690,18 @@ def _does_not_fit(footprint: Footprint, budget: Budget, request: Request) -> Doe
     )
 
 
-def _outside(footprint: Footprint) -> str:
-    """Say how many bytes no tensor accounts for, if they are more than any part."""
-    context = footprint.outside_bytes
+def _unknown(footprint: Footprint) -> str:
+    """Say how many bytes are not known in advance, if they are more than any part."""
     unsure = footprint.most_device_bytes - footprint.peak_device_bytes
-    if context + unsure <= footprint.parts[footprint.largest_part]:
+    if unsure <= max(footprint.outside_bytes, footprint.parts[footprint.largest_part]):
         return ""
-    may = f", and up to {format_bytes(unsure)} more cannot be known in advance" if unsure else ""
-    return f" The device's context and libraries take {format_bytes(context)}{may}."
+    return f" Up to {format_bytes(unsure)} more cannot be known in advance."
+
+
+def needed_words(footprint: Footprint) -> str:
+    """The predicted peak, and its upper bound, which is what a budget is compared with, if that is more."""
+    peak, most = format_bytes(footprint.peak_device_bytes), format_bytes(footprint.most_device_bytes)
+    return peak if peak == most else f"{peak}, at most {most}"
 
 
 def _way_out(need: int, budget: Budget) -> str:

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.units import GIB, MIB
+
+TENSORS, PROCESS = "tensors", "peak resident memory"
+"""Sources on the CPU: what PyTorch's allocator counts, and what the system counts of the process."""
+
+TRAINING, VALIDATION = "a training step", "a validation step"
+AFTER = AFTER_VALIDATION, AFTER_EPOCH = "hooks at the end of validation", "hooks at the end of an epoch"
+"""Work whose tensors are counted: `Measured.where`."""
 
 _OBJECTS_BYTES = 4 * MIB  # on the CPU, as in `core.device.process`
 
@@ -16,9 +23,11 @@ _OBJECTS_BYTES = 4 * MIB  # on the CPU, as in `core.device.process`
 class Measured:
     """Memory that the training took according to the device itself, in bytes.
 
-    ``peak_bytes`` is the counter that `Footprint.peak_device_bytes` predicts; ``source`` names the counter. ``parts``
-    holds the parts whose true size is readable (parameters, buffers, gradients, optimizer state), each from the real
-    tensors.
+    ``peak_bytes`` is the counter that `Footprint.peak_device_bytes` predicts; ``source`` names the counter: on a GPU
+    the device's, on the CPU the tensors of some steps, counted by PyTorch's allocator. ``process_bytes`` is on the CPU
+    the peak of the whole process, whose heap, objects and libraries take more; None if ``peak_bytes`` is that.
+    ``where`` names the work that had the peak, if that is known. ``parts`` holds the parts whose true size is readable
+    (parameters, buffers, gradients, optimizer state), each from the real tensors.
     ``peak_allocated_bytes`` and ``peak_reserved_bytes`` are the caching allocator's, if the device has one, and so are
     ``alloc_retries`` (how often it released its cache to make room) and ``ooms`` (requests that failed even so).
     ``step_seconds`` is the mean time of an optimizer step, without the first of the epoch; None if there were too few.
@@ -35,6 +44,19 @@ class Measured:
     ooms: int | None = None
     host_bytes: int | None = None
     step_seconds: float | None = None
+    process_bytes: int | None = None
+    where: str = ""
+
+    @property
+    def taken_bytes(self) -> int:
+        """What a budget must hold: of the process, if that was measured as well."""
+        return max(self.peak_bytes, self.process_bytes or 0)
+
+    def of_process(self) -> Measured:
+        """The measurement with the peak of the process as its peak: a checkpoint's buffer is not a tensor."""
+        if self.process_bytes is None:
+            return self
+        return replace(self, peak_bytes=self.process_bytes, source=PROCESS, process_bytes=None, where="")
 
 
 @dataclass(frozen=True)
@@ -59,17 +81,29 @@ class EpochRecord:
     predicted_host_bytes: int = 0
     expected_bytes: tuple[int, int] | None = None
 
+    def with_what_followed(self, measured: Measured) -> EpochRecord:
+        """Return the record with the peaks of what followed the epoch, where they are higher."""
+        known = self.measured
+        measured = measured if known.process_bytes is not None else measured.of_process()
+        if measured.peak_bytes > known.peak_bytes:
+            known = replace(known, peak_bytes=measured.peak_bytes, where=measured.where, parts=measured.parts)
+            known = replace(known, peak_allocated_bytes=measured.peak_allocated_bytes)
+            known = replace(known, peak_reserved_bytes=measured.peak_reserved_bytes)
+        process = max(known.process_bytes or 0, measured.process_bytes or 0) or None
+        host = max(known.host_bytes or 0, measured.host_bytes or 0) if known.host_bytes is not None else None
+        return replace(self, measured=replace(known, process_bytes=process, host_bytes=host))
+
     @property
     def has_error(self) -> bool:
         """Whether the two peaks compare: one was measured, a whole step was predicted, and it is not too small.
 
-        On the CPU a process takes up to 4 to some 12 MiB outside of its tensors (`process_bytes`), and each worker has
-        pages of its own. If that is more than a tenth of the predicted peak, an error of -80 % would compare tensors
-        with Python's objects and threads.
+        If the process was measured in place of its tensors, up to 4 to some 12 MiB are outside of these
+        (`process_bytes`), and each worker has pages of its own. If that is more than a tenth of the predicted peak, an
+        error of -80 % would compare tensors with Python's objects and threads.
         """
-        predicted = self.predicted
-        outside = max(_OBJECTS_BYTES, predicted.high.outside_bytes if predicted.high else 0)
-        outside += predicted.parts.get("workers", 0)
+        predicted, outside = self.predicted, self.predicted.parts.get("workers", 0)
+        if self.measured.process_bytes is None:
+            outside += max(_OBJECTS_BYTES, predicted.high.outside_bytes if predicted.high else 0)
         is_small = predicted.device == "cpu" and outside > 0.1 * predicted.peak_device_bytes
         return bool(self.measured.peak_bytes) and not predicted.is_partial and not is_small
 
@@ -81,7 +115,7 @@ class EpochRecord:
     @property
     def headroom_bytes(self) -> int:
         """Bytes of the budget that the measured peak left, margin included; negative if it went over."""
-        return self.budget_bytes - self.measured.peak_bytes
+        return self.budget_bytes - self.measured.taken_bytes
 
     def as_metrics(self) -> dict[str, float]:
         """The values to log, by their public names (unit in the key).
@@ -101,6 +135,8 @@ class EpochRecord:
         }
         if self.has_error:
             metrics["memguard/error_pct"] = 100 * self.error_ratio
+        if self.measured.process_bytes is not None:
+            metrics["memguard/process_peak_gib"] = self.measured.process_bytes / GIB
         if self.measured.host_bytes is not None:
             metrics["memguard/host_predicted_gib"] = self.predicted_host_bytes / GIB
             metrics["memguard/host_actual_gib"] = self.measured.host_bytes / GIB

@@ -9,10 +9,8 @@ from lightning_memguard.core.device.nvml import nvml_memory_of, with_index
 from lightning_memguard.core.range import Range
 from lightning_memguard.units import GIB, MIB
 
-# CUDA's context and the libraries that load with it are outside the allocator. Measured on consumer and workstation
-# cards: 107 to 555 MB; on a V100 about 300 MB with lazy loading (CUDA 11.7 and newer), 1343 MB without, which no build
-# of a supported torch has. Used only if there is no device to measure it on.
-CONTEXT_BYTES = Range(107_000_000, 300_000_000, 555_000_000)
+UNKNOWN_CONTEXT_BYTES = 900_000_000
+"""What counts as the context of a device that is there and cannot be asked: about an H100's, the largest."""
 
 # More than this outside PyTorch's allocator is not one process's context and libraries (107 to 1343 MB measured).
 _LARGEST_CONTEXT_BYTES = 2 * GIB
@@ -51,8 +49,8 @@ def memory_before_context(device: torch.device) -> MemoryInfo | None:
 
 
 def context_bytes_between(before: MemoryInfo | None, now: MemoryInfo | None, reserved_bytes: int) -> int:
-    """`outside_allocator_bytes`; if unknown, the largest context measured with lazy loading (CUDA 11.7 and on)."""
-    return outside_allocator_bytes(before, now, reserved_bytes)[0] or CONTEXT_BYTES.high
+    """`outside_allocator_bytes`; if unknown, `UNKNOWN_CONTEXT_BYTES`."""
+    return outside_allocator_bytes(before, now, reserved_bytes)[0] or UNKNOWN_CONTEXT_BYTES
 
 
 def outside_allocator_bytes(before: MemoryInfo | None, now: MemoryInfo | None, reserved_bytes: int) -> tuple[int, str]:

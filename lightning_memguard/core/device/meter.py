@@ -10,11 +10,12 @@ from pathlib import Path
 import psutil
 import torch
 
-from lightning_memguard.core.decision.record import Measured
+from lightning_memguard.core.decision.record import PROCESS, TENSORS, Measured
 from lightning_memguard.core.device.context import memory_before_context, outside_allocator_bytes
 from lightning_memguard.core.device.host import MemoryInfo, or_none, status_bytes
 from lightning_memguard.core.device.malloc import trim_heap
 from lightning_memguard.core.device.nvml import nvml_memory_of
+from lightning_memguard.core.device.tensor_counter import TensorCounter
 from lightning_memguard.core.replay.history import allocated_by_line
 
 _SAMPLING_SECONDS = 0.01
@@ -23,9 +24,10 @@ _SAMPLING_SECONDS = 0.01
 class PeakMeter:
     """Measures the most memory that a training takes on its ``device``, epoch by epoch.
 
-    On a GPU that is the allocator's own peak, plus what NVML reports outside of it. On the CPU it is how far the
-    process's resident memory rose above its value at `start`, plus the model, which was there before. It never raises
-    into a training: what cannot be read is 0 bytes with the source ``"unknown"``.
+    On a GPU that is the allocator's own peak, plus what NVML reports outside of it. On the CPU it is the peak of its
+    tensors in the steps that are counted (`TensorCounter`), and of the process: how far its resident memory rose above
+    its value at `start`, plus the model, which was there before. It never raises into a training: what cannot be read
+    is 0 bytes with the source ``"unknown"``.
 
     Open it before the process has its context on the GPU, so that it can tell the context from other processes.
 
@@ -41,27 +43,42 @@ class PeakMeter:
         self._device = device
         self._before = or_none(memory_before_context, device) if device.type == "cuda" else None
         self._gauge: _Gauge | None = None
+        self.tensors: TensorCounter | None = None
 
     def start(self, already_held_bytes: int) -> None:
-        """Measure the baseline; ``already_held_bytes`` of the model (parameters and buffers) are on the device now."""
+        """Measure the baseline; ``already_held_bytes`` of the training are on the device now, the model's above all."""
         self.close()
         self._gauge = or_none(_open_gauge, self._device, already_held_bytes, self._before)
+        if self._device.type == "cpu":
+            self.tensors = or_none(TensorCounter, already_held_bytes)
 
     def restart(self) -> None:
         """Forget the peak so far: an epoch begins."""
         if self._gauge is not None and not or_none(self._gauge.restart):
             self.close()
+        if self.tensors is not None:
+            self.tensors.restart()
 
     def read(self, parts: Mapping[str, int]) -> Measured:
         """Read the peak since the last `restart`, with the bytes of ``parts`` whose true size the caller can read."""
-        measured = or_none(self._gauge.read) if self._gauge is not None else None
-        return replace(measured or Measured(0, "unknown"), parts=dict(parts))
+        measured, tensors = or_none(self._gauge.read) if self._gauge is not None else None, self.tensors
+        measured = replace(measured or Measured(0, "unknown"), parts=dict(parts))
+        if tensors is not None:
+            or_none(tensors.flush)
+        if tensors is None or not tensors.peaks:
+            return measured
+        where, peak = max(tensors.peaks.items(), key=lambda item: item[1])
+        return replace(
+            measured, peak_bytes=peak, source=TENSORS, process_bytes=measured.peak_bytes or None, where=where
+        )
 
     def close(self) -> None:
         """Stop measuring; `start` begins again."""
         if self._gauge is not None:
             self._gauge.close()
-        self._gauge = None
+        if self.tensors is not None:
+            or_none(self.tensors.close)
+        self._gauge = self.tensors = None
 
 
 def _open_gauge(device: torch.device, held_bytes: int, before: MemoryInfo | None) -> _Gauge:
@@ -137,7 +154,7 @@ class _HighWaterGauge(_Gauge):
         then, now = self._at_start, status_bytes(self._process)
         mapped = max(0, now.get("RssFile", 0) - then.get("RssFile", 0))
         grown = max(0, now["VmHWM"] - then["VmRSS"] - mapped)
-        return Measured(self._held_bytes + grown, "peak resident memory")
+        return Measured(self._held_bytes + grown, PROCESS)
 
 
 class _SampledGauge(_Gauge):

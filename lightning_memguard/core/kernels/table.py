@@ -51,6 +51,12 @@ def takes_cublas(operator: str) -> bool:
     return operator.startswith("aten.") and operator.split(".")[1] in products
 
 
+CUBLAS_LT_WORKSPACE = 1 << 20
+"""Bytes that each thread may keep for products to which a bias is added: cublasLt shares cuBLAS' workspace by default,
+but three of three published steps with them took twice this more than is predicted, to the byte (a T4, torch 2.10 and
+2.14), and eight of eight without them nothing."""
+
+
 def cublas_workspace_bytes(compute_capability: tuple[int, int], environ: Mapping[str, str]) -> int:
     """Return the bytes that each handle of cuBLAS (one a thread and stream) takes from the caching allocator and keeps.
 

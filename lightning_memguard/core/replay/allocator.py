@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import groupby, takewhile
 from typing import Literal, NamedTuple
 
+from lightning_memguard.core.replay.addresses import AscendingAddresses, DescendingAddresses
 from lightning_memguard.core.replay.settings import OWN_SEGMENT_FROM, ROUNDUP_INTERVALS, UNLIMITED, AllocatorSettings
 from lightning_memguard.core.trace.scratch import up
 from lightning_memguard.units import MIB
@@ -133,11 +134,10 @@ class Allocator:
 
         self._small_pools: dict[int, BlockPool] = {}
         self._large_pools: dict[int, BlockPool] = {}
-        # First block of every segment by address; blocks join into the lower one, so it never changes. Addresses are
-        # never used twice; cudaMalloc may do so, and then a tie between two free blocks of one size can be resolved
-        # differently.
+        # First block of every segment by address; blocks join into the lower one, so it never changes.
         self._segments: dict[int, Block] = {}
-        self._next_address = SMALL_SEGMENT
+        descending = settings.segments_descend and not self._expandable
+        self._addresses = DescendingAddresses() if descending else AscendingAddresses()
         self._nothing = Block(BlockPool(True, 0, settings), 0, 0)
 
     def alloc(self, nbytes: int, stream: int = 0) -> Block | None:
@@ -179,7 +179,7 @@ class Allocator:
         """All segments, by address [snapshot]; an expandable segment is shown as its runs of mapped blocks."""
         runs = (
             tuple(run)
-            for first in self._segments.values()
+            for _, first in sorted(self._segments.items())
             for mapped, run in groupby(_chain(first), key=lambda block: block.mapped)
             if mapped
         )
@@ -217,7 +217,7 @@ class Allocator:
             run = self._mapped_run(pool, address, nbytes)
         else:
             run = self._segments[address] = Block(pool, address, nbytes)
-            self._next_address = max(self._next_address, address + nbytes)
+            self._addresses.hold(address, nbytes)
         self.reserved_bytes += nbytes
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
         rest: Block | None = run
@@ -241,7 +241,7 @@ class Allocator:
         last = max(self._segments, default=None)
         if last is None or self._segments[last].pool is not pool:
             run = self._segments[address] = Block(pool, address, _ADDRESSES_PER_SEGMENT, mapped=False)
-            self._next_address = max(self._next_address, address + _ADDRESSES_PER_SEGMENT)
+            self._addresses.hold(address, _ADDRESSES_PER_SEGMENT)
         else:
             *_, run = _chain(self._segments[last])
             self._take(run)
@@ -331,10 +331,12 @@ class Allocator:
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
 
     def _new_segment(self, pool: BlockPool, nbytes: int, mapped: bool) -> Block:
-        address = self._next_address
-        self._next_address += nbytes
+        address = self._new_address(nbytes)
         block = self._segments[address] = Block(pool, address, nbytes, mapped)
         return block
+
+    def _new_address(self, nbytes: int) -> int:
+        return self._addresses.take(nbytes)
 
     # The cache
 
@@ -407,6 +409,7 @@ class Allocator:
         """Release a segment that is one free block [release_block]."""
         self._take(block)
         del self._segments[block.address]
+        self._addresses.give_back(block.address, block.size_bytes)
         self._note("segment_free", block, -block.size_bytes)
 
     # Expandable segments

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lightning_memguard.core.replay import pickles
+from lightning_memguard.core.replay.addresses import DESCENDING_FROM
 from lightning_memguard.core.replay.allocator import SMALL_LIMIT, SMALL_SEGMENT, Allocator, Block
 from lightning_memguard.core.replay.settings import LARGE_SEGMENT, ROUNDUP_INTERVALS, UNLIMITED, AllocatorSettings
 from lightning_memguard.errors import MemGuardError
@@ -202,7 +203,8 @@ def histories_of(snapshot: Mapping[str, Any], *, held: bool = False) -> Iterator
             raise MemGuardError("it has private pools (CUDA graphs, torch.cuda.MemPool), which are not replayed.")
         end = [_segment(segment, stacks) for segment in segments]
         expandable = settings.expandable_segments or any(segment.expandable for segment in end)
-        settings_here = replace(settings, expandable_segments=expandable)
+        lowest = min(segment.address for segment in end) if end else known[0].address
+        settings_here = replace(settings, expandable_segments=expandable, segments_descend=lowest >= DESCENDING_FROM)
         start = _undone(end, known, Allocator(settings_here))
         notes = (stacks.rows[entry.stack] for entry in entries if entry.action == "snapshot")
         predicted = any(frame.startswith(_OURS) for stack in notes for frame in stack[:1])

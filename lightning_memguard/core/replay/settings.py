@@ -41,6 +41,8 @@ class AllocatorSettings:
             PyTorch enforces a limit itself; the limit is ``capacity_bytes``.
         large_segment_size_bytes: what the large pool reserves for a request below 10 MiB, and the page size of its
             expandable segments.
+        segments_descend: whether CUDA's driver puts new segments as on Linux, mostly below those before; else as on
+            Windows, above them.
     """
 
     kind: Literal["cuda", "exact"] = "cuda"
@@ -52,6 +54,7 @@ class AllocatorSettings:
     garbage_collection_threshold: float = 0.0
     per_process_memory_fraction: float = 1.0
     large_segment_size_bytes: int = LARGE_SEGMENT
+    segments_descend: bool = True
 
     @classmethod
     def for_device(cls, device_type: str, environ: Mapping[str, str]) -> AllocatorSettings:

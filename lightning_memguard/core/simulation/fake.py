@@ -29,13 +29,13 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_memguard.core.batch.nesting import is_dense
 from lightning_memguard.core.foreign import added, find, patched
 from lightning_memguard.core.foreign import aten as _aten
-from lightning_memguard.core.simulation import constants
+from lightning_memguard.core.simulation import constants, quantized
 from lightning_memguard.core.simulation.constants import KnownFakeMode, known_value
 from lightning_memguard.errors import CannotTraceError
 
@@ -160,13 +160,22 @@ class _FakeCopy(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _fake(self, tensor: Tensor) -> Tensor:
-        fake = self._without_memory(tensor)
+        fake = self.without_memory(tensor)
         is_trained = tensor.requires_grad or storage_address(tensor) in self.trained
         if isinstance(self.mode, KnownFakeMode) and not is_trained:
             self.mode.set_value(fake, tensor)
         return fake
 
-    def _without_memory(self, tensor: Tensor) -> Tensor:
+    def without_memory(self, tensor: Tensor) -> Tensor:
+        """Make a fake copy of a tensor, or of those within a wrapper."""
+        inside = _inside(tensor)
+        if inside:
+            wrapper: Any = tensor
+            fakes = {name: self.without_memory(each) for name, each in inside.items()}
+            with self.mode:
+                return type(wrapper).__tensor_unflatten__(  # type: ignore[no-any-return]
+                    fakes, wrapper.__tensor_flatten__()[1], tensor.shape, tensor.stride()
+                )
         address = storage_address(tensor)
         device = self.device if address in self.moving or tensor.is_meta else tensor.device
         if tensor.layout is not torch.strided or tensor.is_quantized or address == -1:
@@ -197,15 +206,31 @@ def fake_copy(
     Returns:
         The copy. Nothing done to its tensors, lists or counters reaches the module.
     """
-    moving = Counter(storage_address(tensor) for tensor in (*module.parameters(), *module.buffers()))
+    owned = [*module.parameters(), *module.buffers(), *quantized.held_by(module)]
+    moving = Counter(storage_address(tensor) for each in owned for tensor in _unwrapped(each))
     known = (p for p in module.parameters() if p.requires_grad and not is_lazy(p))
     trained = {storage_address(p) for p in known if p.numel() > _MOST_READ}
     # With the mode on, a real Parameter's `.data` would already be fake, with another storage.
-    with unset_fake_temporarily(), _FakeCopy(mode, device, moving, trained):
-        module_copy = _deep_copy(module, {**_lazy_copies(module, mode, device), **(instead or {})})
+    with unset_fake_temporarily(), _FakeCopy(mode, device, moving, trained) as copying:
+        special = quantized.fakes_of(module, copying.without_memory, mode, device)
+        module_copy = _deep_copy(module, {**_lazy_copies(module, mode, device), **special, **(instead or {})})
         for mine, theirs in zip(module.parameters(), module_copy.parameters(), strict=True):
             _copy_attributes(mine, theirs)
     return module_copy
+
+
+def _inside(tensor: object) -> dict[str, Tensor]:
+    """The tensors that a wrapper holds, by attribute: it has no memory of its own, as a quantized weight of torchao."""
+    names = tensor.__tensor_flatten__()[0] if is_traceable_wrapper_subclass(tensor) else ()
+    return {name: getattr(tensor, name) for name in names}
+
+
+def _unwrapped(tensor: Tensor) -> Iterator[Tensor]:
+    inside = _inside(tensor)
+    for each in inside.values():
+        yield from _unwrapped(each)
+    if not inside:
+        yield tensor
 
 
 def _lazy_copies(module: nn.Module, mode: FakeTensorMode, device: torch.device) -> dict[int, Tensor]:
@@ -464,6 +489,7 @@ def faking(mode: FakeTensorMode) -> Iterator[None]:
         exits.enter_context(patched(logger, disabled=True))
         exits.enter_context(torch.compiler.set_stance("force_eager"))
         exits.enter_context(_modules_can_move())
+        exits.enter_context(quantized.simulated())
         exits.enter_context(patched(torch._subclasses, FakeTensor=_Unknown))
         exits.enter_context(added(find("torch.optim._adafactor"), max=_larger))
         # What `pad_packed_sequence` calls, in torch 2.9 to 2.13.

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -19,11 +20,13 @@ import torch
 from torch import Tensor
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.library import Library
+from torch.overrides import TorchFunctionMode
 
 from lightning_memguard.core.foreign import aten, find, gaps, nothing, patched
 from lightning_memguard.core.gpus import Gpu
 from lightning_memguard.core.isolation.pool import in_child
-from lightning_memguard.core.simulation import cudnn_rnn, sdpa, streams
+from lightning_memguard.core.simulation import cudnn_rnn, quantized, sdpa, streams
 from lightning_memguard.core.simulation.constants import KnownFakeMode
 from lightning_memguard.core.simulation.fake import Function
 from lightning_memguard.errors import CannotTraceError
@@ -82,6 +85,17 @@ def _guard_cuda() -> None:
         torch._C._ensureCUDADeviceGuardSet()
     if registry[_CUDA] in (None, registry[_LAZY]):
         register(_CUDA, registry[_META])  # its device is "meta": `.to("cuda")` then needs an index
+    if not has_own:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it says that a kernel is replaced, if one takes the operator apart
+            for name in WITH_KERNEL:
+                _KERNELS.impl(name, nothing, "CUDA")
+
+
+# Operators that call others, and have a kernel for CUDA of their own (`native_functions.yaml` of torch 2.11 to 2.14). A
+# build without CUDA takes them apart, below autograd, where no mode sees them; given any kernel, it does not.
+WITH_KERNEL = ("_fused_rms_norm", "mish_backward", "silu_backward")
+_KERNELS = Library("aten", "IMPL")  # which must live
 
 
 @contextmanager
@@ -98,10 +112,13 @@ def simulated_cuda(gpu: Gpu) -> Iterator[None]:
         CannotTraceError: this build of torch cannot simulate CUDA.
     """
     _guard_cuda()
+    with suppress(RuntimeError):  # its first call checks the GPU: for one that needs an older cuDNN, rules are enough
+        torch.backends.cudnn.version()
     with ExitStack() as exits:
         for name, answer in _torch_cuda_of(gpu).items():
             exits.enter_context(patched(torch.cuda, **{name: answer}))
         exits.enter_context(patched(fake_tensor, init_gpu_context=nothing))
+        exits.enter_context(quantized.cuda_simulated())
         pin: Function = torch.Tensor.pin_memory
 
         def pinned(tensor: Tensor, *args: object, **kwargs: object) -> object:
@@ -209,39 +226,6 @@ def _batch_norm(
     return aten.cudnn_batch_norm(*args)[0] if takes_cudnn else func(*args, cudnn_enabled)  # type: ignore[no-any-return]
 
 
-def _rms_norm(
-    _: Gpu, func: Function, x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None
-) -> Tensor:
-    """`rms_norm_symint` (aten/src/ATen/native/layer_norm.cpp): the fused kernel, which CPU-only builds lack."""
-    if torch.version.cuda is not None or (weight is not None and weight.dtype != x.dtype):
-        return func(x, shape, weight, eps)  # type: ignore[no-any-return]
-    return _FusedRmsNorm.apply(x, list(shape), weight, eps)  # type: ignore[no-untyped-call, no-any-return]
-
-
-class _FusedRmsNorm(torch.autograd.Function):
-    """The fused kernel with its gradient: autograd decomposes it in a build without such a kernel."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, shape: list[int], weight: Tensor | None, eps: float | None) -> Tensor:
-        with torch._C._AutoDispatchBelowAutograd():
-            out, rstd = aten._fused_rms_norm(x, shape, weight, eps)
-        ctx.save_for_backward(x, rstd, weight)
-        ctx.shape, ctx.eps = shape, eps
-        return out  # type: ignore[no-any-return]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, rstd, weight = ctx.saved_tensors
-        if torch.is_grad_enabled():  # torch decomposes it for a gradient's gradient, too
-            inputs = [tensor for tensor in (x, weight) if tensor is not None and tensor.requires_grad]
-            out = aten._fused_rms_norm(x, ctx.shape, weight, ctx.eps)[0]
-            grads = iter(torch.autograd.grad(out, inputs, grad, create_graph=True))
-            return tuple(next(grads) if needed else None for needed in ctx.needs_input_grad)
-        mask = [ctx.needs_input_grad[0], ctx.needs_input_grad[2]]
-        grad_x, grad_weight = aten._fused_rms_norm_backward(grad, x, ctx.shape, rstd, weight, mask)
-        return grad_x, None, grad_weight, None
-
-
 def _attention(gpu: Gpu, _: Function, *args: Any, **kwargs: Any) -> Tensor:
     return sdpa.attend(sdpa.Attention(*args, **kwargs, capability=gpu.compute_capability))
 
@@ -253,15 +237,28 @@ def _rnn(_: Gpu, func: Function, *args: Any) -> tuple[Tensor, ...]:
 _PATCHED: tuple[tuple[ModuleType, str, Function], ...] = (
     (torch, "batch_norm", _batch_norm),
     (torch.nn.functional, "scaled_dot_product_attention", _attention),
-    (torch, "rms_norm", _rms_norm),
     *((find("torch._VF"), name, _rnn) for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")),
 )
-_OVERRIDES = {getattr(home, name): override for home, name, override in _PATCHED if hasattr(home, name)}
+# By torch's own function: a user may have put a wrapper in its place.
+_OVERRIDES = {getattr(torch._C._VariableFunctions, name, None): override for _, name, override in _PATCHED}
+_OVERRIDES[torch._C._nn.scaled_dot_product_attention] = _attention
+
+
+class _Overriding(TorchFunctionMode):
+    """Mode in which a user's wrapper around one of these functions calls the kernel of the simulated GPU."""
+
+    def __torch_function__(
+        self, func: Function, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> object:
+        return call(func, args, kwargs or {}) if is_overridden(func, args) else func(*args, **(kwargs or {}))
 
 
 def _overriding(func: Function) -> Function:
     def ask(*args: object, **kwargs: object) -> object:
-        return call(func, args, kwargs) if is_overridden(func, args) else func(*args, **kwargs)
+        if is_overridden(func, args):
+            return call(func, args, kwargs)
+        with nullcontext() if func in _OVERRIDES else _Overriding():
+            return func(*args, **kwargs)
 
     return functools.wraps(func)(ask)
 

@@ -28,6 +28,7 @@ from lightning_memguard.core.foreign import added, nothing, patched, reason_of
 from lightning_memguard.core.isolation.pool import in_child
 from lightning_memguard.core.simulation.constants import known_value
 from lightning_memguard.core.simulation.fake_cuda import FAKE_DEVICE, simulated_gpu
+from lightning_memguard.core.simulation.quantized import set_data
 from lightning_memguard.errors import CannotTraceError
 
 _sizes: list[int] = []  # of the groups that this process pretends to be in, innermost last
@@ -132,7 +133,8 @@ def _patches() -> Iterator[AbstractContextManager[Any]]:
     yield patched(dist.ProcessGroup, monitored_barrier=nothing)  # Lightning's, around ``prepare_data``
     accelerator, device = torch._C._get_accelerator, torch.device(FAKE_DEVICE.type)
     yield patched(torch._C, _get_accelerator=lambda *args: device if simulated_gpu() else accelerator(*args))
-    yield added(FakeTensor, data=property(_DATA.__get__, _set_data))
+    # FSDP1 offloads a parameter by its ``data``.
+    yield added(FakeTensor, data=property(vars(torch._C.TensorBase)["data"].__get__, set_data))
     fsdp2 = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_param")
     # The chunk of the first rank in place of each: a thousand views of each parameter would take most of the time.
     yield patched(fsdp2, _chunk_with_empty=lambda x, count, dim: [x.narrow(dim, 0, -(-x.size(dim) // count))] * count)
@@ -157,16 +159,6 @@ def _if_strided(propagate: Callable[[Any, Any], None]) -> Callable[[Any, Any], N
             propagate(strategy, schema)
 
     return propagate_if_strided
-
-
-_DATA: Any = torch._C.TensorBase.data
-
-
-def _set_data(tensor: FakeTensor, data: object) -> None:
-    """FSDP1 offloads a parameter by its ``data``; torch leaves the device of a fake one as it was."""
-    _DATA.__set__(tensor, data)
-    if isinstance(data, FakeTensor):
-        tensor.fake_device = data.fake_device
 
 
 # Methods of DeviceMesh that make or read tensors of ranks.

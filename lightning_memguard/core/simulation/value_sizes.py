@@ -67,15 +67,17 @@ def result_of(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], s
         ValueNeededError: no such bound is known, or the step asks for the value itself.
     """
     if func not in _RULES:
-        raise ValueNeededError(f"{func} needs the values of its input, which only a real run can give.")
+        name = f"torch.{func.overloadpacket.__name__}"
+        raise ValueNeededError(f"{name} needs the values of its input, which only a real run can give.")
     return _RULES[func].result(share, *args, **kwargs)
 
 
 def assumption(func: OpOverload) -> str:
     """Return the note on the size that `result_of` assumes for an operator without a share."""
+    name = f"torch.{func.overloadpacket.__name__}"
     if func is _aten.bincount.default:
-        return f"{func} was assumed to return minlength bins"
-    return Note("largest result", f"{func} was assumed to return its largest result")
+        return f"{name} was assumed to return as many bins as its minlength"
+    return Note("largest result", f"{name} was assumed to return its largest result")
 
 
 def _kept(share: Share | None, size: int, place: int = 0) -> int:

@@ -168,7 +168,7 @@ def extrapolate(traces: Sequence[Trace], batch_size: int) -> Trace:
         if event.case or likely == other:
             events.append(event._replace(nbytes=likely))
         else:
-            by_case = zip(CASES, sorted((likely, other, likely)), strict=True)
+            by_case = zip(CASES[:3], sorted((likely, other, likely)), strict=True)
             events += [event._replace(nbytes=nbytes, case=case) for case, nbytes in by_case]
     pair = [trace for trace in (smaller, largest) if trace]
     work = WorkAt(groups_of([trace.work for trace in pair]), [trace.batch_size for trace in pair], batch_size)

@@ -47,6 +47,28 @@ def places(kept: Iterable[Kept]) -> str:
     return f" {', '.join(place(each) for each in kept if each.holder or each.line)}".rstrip()
 
 
+RETURNED = "the list that `trainer.predict` returns"
+"""The holder of what `predict` keeps of each batch."""
+
+
+def remedy(of: Kept) -> str:
+    """What keeps less, in one sentence without a full stop."""
+    if of.holder == RETURNED:
+        return "return_predictions=False keeps none"
+    if of.has_graph:
+        return "`.detach()` what is kept, which holds its graph"
+    if of.holder.startswith("the cache of"):
+        return "Give that cache a `maxsize`"
+    return "Keep less there (`.item()`)"
+
+
+def left_words(of: Kept, nbytes: str) -> str:
+    """Say that what batches leave behind in one place adds up to so many bytes in an epoch, and what keeps less."""
+    who = "training batch" if of.when == "step" else "batch"
+    where = f" in {RETURNED}" if of.holder == RETURNED else places([of])
+    return f"what each {who} leaves{where} adds up to {nbytes} in an epoch: {remedy(of)}"
+
+
 def fit_kept(captured: Iterable[tuple[int, Sequence[Kept]]]) -> tuple[Kept, ...]:
     """Combine what was found at several batch sizes: bytes that grow with the batch size are by the sample."""
     ordered = sorted(captured) or [(1, ())]

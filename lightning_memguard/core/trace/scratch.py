@@ -60,10 +60,15 @@ class CudaTarget:
 
 
 class Plans(NamedTuple):
-    """A block for a kernel's plan; ``otherwise`` are the sizes that are tried in turn if it does not fit the device."""
+    """A block for a kernel's plan.
+
+    ``otherwise`` are the sizes that are tried in turn if it does not fit the device. ``first`` are the likely size in
+    the first forward pass, and another one that is as plausible there, if these differ from the likely one.
+    """
 
     size: Range[int]
     otherwise: tuple[int, ...]
+    first: tuple[int, int] | None = None
 
 
 Block = int | Range[int] | Plans

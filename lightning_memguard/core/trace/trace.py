@@ -13,6 +13,7 @@ from lightning_memguard.core.range import Range
 from lightning_memguard.core.trace.kept import Kept
 from lightning_memguard.core.trace.scratch import Block, Moment, Plans, Scratch, likely_bytes
 from lightning_memguard.core.trace.work import TRANSFER, Work
+from lightning_memguard.units import MIB
 
 Action = Literal["alloc", "free"]
 
@@ -67,8 +68,19 @@ class Note(str):
         return Note, (self.kind, str(self))
 
 
-CASES = ("low", "point", "high")
-"""Sizes (at least, most likely, at most) of a block that is not known exactly, such as a convolution's workspace."""
+def is_note(note: str, kind: NoteKind) -> bool:
+    """Whether an assumption is of a kind."""
+    return isinstance(note, Note) and note.kind == kind
+
+
+WORTH_A_NOTE = MIB
+"""Less is not named, and counts all the same."""
+
+CASES = ("low", "point", "high", "first")
+"""Sizes (at least, most likely, at most) of a block that is not known exactly, such as a convolution's workspace.
+
+``first`` is what is likely, but for the workspaces of the first forward pass, which are others that are as plausible
+there: a larger block that is freed before the second can leave a smaller reserve, by filling gaps better."""
 
 WAITS = "record_stream"
 """The operator of what stands for a block that is free, and whose memory waits for another stream (``record_stream``).
@@ -82,7 +94,7 @@ class Event(NamedTuple):
     ``nbytes`` is the size requested, before any rounding, on the free as on the alloc; ``block`` joins the two.
     ``module`` is the dotted path of the module that was running (empty outside any), ``operator`` the torch operator,
     such as ``aten.convolution.default``. ``case`` is empty, or one of `CASES` for a block whose size is not known
-    exactly: it occurs three times, once for each case. ``otherwise`` are the sizes that are requested in turn if
+    exactly: it occurs once for each case. ``otherwise`` are the sizes that are requested in turn if
     ``nbytes`` does not fit, as PyTorch goes on to cuDNN's next plan. ``source`` is the line of the model's code that
     caused it, as ``"<file>:<line>:<function>"``; in the backward pass that of the forward pass; empty if there is none.
     """
@@ -171,13 +183,17 @@ class Trace:
 
     def has_note(self, kind: NoteKind) -> bool:
         """Whether one of its notes is of a kind."""
-        return any(isinstance(note, Note) and note.kind == kind for note in self.notes)
+        return any(is_note(note, kind) for note in self.notes)
 
     def only(self, case: str) -> Trace:
         """The events of one of `CASES`; the same trace if nothing is uncertain."""
         if not any(event.case for event in self.events):
             return self
-        events = tuple(event for event in self.events if event.case in ("", case))
+        if case == "first":
+            asked = ("first" if _is_first_scratch(event) else "point" for event in self.events)
+            events = tuple(event for event, like in zip(self.events, asked, strict=True) if event.case in ("", like))
+        else:
+            events = tuple(event for event in self.events if event.case in ("", case))
         return replace(self, events=events, kernels=(), scratch_spans=())
 
     def plus(self, parts: Mapping[str, int]) -> Trace:
@@ -205,6 +221,10 @@ class Trace:
         return len(self.events)
 
 
+def _is_first_scratch(event: Event) -> bool:
+    return event.part == "workspaces" and (event.step, event.phase) == (0, "forward") and "convol" in event.operator
+
+
 def moments_of(scratch: Scratch, place: int | None) -> tuple[Moment, ...]:
     """A kernel's moments at one place among its results, as `ScratchSpan` counts them."""
     if place is None:
@@ -227,7 +247,7 @@ def scratch_events(moments: Sequence[Moment], first_block: int, like: Event) -> 
         together = (moment,) if isinstance(moment, int | Range | Plans) else moment
         for wanted in cast("tuple[Block, ...]", together):
             otherwise = wanted.otherwise if isinstance(wanted, Plans) else ()
-            for case, nbytes in _by_case(wanted):
+            for case, nbytes in _by_case(wanted, in_first_pass=_is_first_scratch(like)):
                 if nbytes:
                     event = like._replace(action="alloc", block=block, nbytes=nbytes, case=case, otherwise=otherwise)
                     taken.append(event)
@@ -237,11 +257,14 @@ def scratch_events(moments: Sequence[Moment], first_block: int, like: Event) -> 
     return events
 
 
-def _by_case(block: Block) -> Iterable[tuple[str, int]]:
+def _by_case(block: Block, *, in_first_pass: bool) -> Iterable[tuple[str, int]]:
     """Sizes by case (`CASES`); one that is known has no case."""
     size = block.size if isinstance(block, Plans) else block
+    if in_first_pass and isinstance(block, Plans) and block.first:
+        likely, other = block.first
+        return zip(CASES, (block.size.low, likely, block.size.high, other), strict=True)
     if isinstance(size, Range) and not size.is_exact:
-        return zip(CASES, size, strict=True)
+        return zip(CASES[:3], size, strict=True)
     return (("", likely_bytes(size)),)
 
 

@@ -16,10 +16,13 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 from torch.utils._pytree import tree_leaves
 
+from lightning_memguard.core.capture.capture import isolated
+from lightning_memguard.core.capture.holders import unregistered_tensors, users_classes
 from lightning_memguard.core.capture.recorder import Recorder, part_bytes
 from lightning_memguard.core.simulation.constants import suppose
 from lightning_memguard.core.simulation.fake import real_copy
 from lightning_memguard.training.facts.lightning_types import is_a
+from lightning_memguard.training.facts.ranks import attempt
 from lightning_memguard.training.facts.run_facts import RunFacts
 
 if TYPE_CHECKING:
@@ -128,13 +131,62 @@ def validates_mid_step(facts: RunFacts, batches_a_step: int) -> bool:
     return batches_a_step > 1 and not (isinstance(every, float) and every == 1.0)
 
 
-def saved_parts(facts: RunFacts) -> tuple[str, ...]:
+def saved_parts(facts: RunFacts, module: nn.Module) -> tuple[str, ...]:
     """Name the parts of a training that the checkpoints of a fit hold on this rank; empty if none are saved."""
-    saving = _saving(facts)
-    if facts.stage != "fit" or facts.is_rehearsal or facts.global_rank or not saving:
+    saving, own = _saving(facts), hooks_that_save(facts, module)
+    if facts.stage != "fit" or facts.is_rehearsal or facts.global_rank or not (saving or own):
         return ()
     weights = "parameters", "buffers"
-    return weights if all(getattr(each, "save_weights_only", False) for each in saving) else (*weights, OPTIMIZER)
+    weights_only = [bool(getattr(each, "save_weights_only", False)) for each in saving]
+    return weights if all((*weights_only, *own.values())) else (*weights, OPTIMIZER)
+
+
+def hooks_that_save(facts: RunFacts, module: nn.Module) -> dict[str, bool]:
+    """The user's own methods that save a checkpoint as a fit runs, by name, and whether they save weights only."""
+    found: dict[str, bool] = {}
+    for owner in (module, *facts.callbacks):
+        own = {name: member for cls in reversed(users_classes(type(owner))) for name, member in vars(cls).items()}
+        codes = {name: getattr(member, "__code__", None) for name, member in own.items()}
+        todo, seen = [name for name in codes if name.startswith("on_") or name.endswith("_step")], set[str]()
+        while todo:
+            name = todo.pop()
+            code = codes.get(name)
+            if code is None or name in seen:
+                continue
+            seen.add(name)
+            todo += code.co_names
+            if "save_checkpoint" in code.co_names:
+                constants = (
+                    each for const in code.co_consts for each in (const if isinstance(const, tuple) else (const,))
+                )
+                found[f"{type(owner).__name__}.{name}"] = "weights_only" in constants
+    return found
+
+
+def unsaved_bytes(module: nn.Module, device_type: str) -> int:
+    """Bytes of a module that are not in its checkpoint: tensors that it does not register, or that are not persistent.
+
+    What the user's own code decides (an override of ``state_dict``, a hook) is asked in a child. 0 if it raises.
+    """
+
+    def saved() -> int:
+        content: dict[str, Any] = {"state_dict": module.state_dict(), "hparams": dict(getattr(module, "hparams", {}))}
+        module.on_save_checkpoint(content)  # type: ignore[operator]
+        found = [*tree_leaves(content)]
+        found += [
+            each for leaf in found if isinstance(leaf, nn.Module) for each in (*leaf.parameters(), *leaf.buffers())
+        ]
+        return part_bytes({"saved": [each for each in found if isinstance(each, torch.Tensor)]}, device_type)["saved"]
+
+    classes = {cls for each in module.modules() for cls in users_classes(type(each))}
+    is_plain = not any(name in vars(cls) for cls in classes for name in _DECIDES)
+    is_plain &= not any(each._state_dict_hooks or each._state_dict_pre_hooks for each in module.modules())
+    nbytes = attempt(saved if is_plain else lambda: isolated(saved)).value
+    held = [*module.parameters(), *module.buffers(), *unregistered_tensors(module)]
+    return 0 if nbytes is None else max(0, part_bytes({"held": held}, device_type)["held"] - nbytes)
+
+
+_DECIDES = ("state_dict", "on_save_checkpoint", "get_extra_state", "_save_to_state_dict")
 
 
 def _saving(facts: RunFacts) -> list[Any]:
@@ -198,7 +250,10 @@ _LATER_HOOKS = (
     *("on_train_epoch_start", "on_train_epoch_end", "on_train_batch_start", "on_train_batch_end"),
     *("on_validation_epoch_end", "on_validation_end"),
 )
-_COMPUTES = ("no_grad", "inference_mode", "eval", "backward", "deepcopy", "forward", "predict_step", "topk", "sample")
+_COMPUTES = (
+    *("no_grad", "inference_mode", "eval", "backward", "deepcopy", "forward", "predict_step", "topk", "sample"),
+    *("cat", "concat", "stack", "vstack", "hstack"),  # which join what was collected
+)
 _UNFREEZES = ("requires_grad", "requires_grad_", "unfreeze")
 
 

@@ -35,9 +35,10 @@ from lightning_memguard.core.capture.program import Program
 from lightning_memguard.core.capture.recorder import Recorder, gradients_of, refuse_sparse
 from lightning_memguard.core.foreign import patched
 from lightning_memguard.core.gpus import Gpu
-from lightning_memguard.core.trace.kept import Kept, places
+from lightning_memguard.core.trace.kept import RETURNED, Kept, places
 from lightning_memguard.training.adapter import stand_ins
 from lightning_memguard.training.adapter.callbacks import Average, Pruner
+from lightning_memguard.training.adapter.epoch_end import COPIES, Lists, has_own, run_hook
 from lightning_memguard.training.adapter.metrics import compute_over_epoch
 from lightning_memguard.training.facts.lightning_types import is_a, lightning_of
 from lightning_memguard.training.facts.ranks import attempt
@@ -63,6 +64,7 @@ _MOST_BATCHES = 16  # optimizers stepped by hand may step rarely
 _WORTH_A_NOTE = MIB
 # What a step without a backward pass leaves behind is known after the second: the third runs next to all of it.
 _EVALUATED = 3
+_STAGES = {"validate": "validation", "test": "test", "predict": "predict"}
 _PHASES = {"validate": "validation", "test": "test", "predict": "prediction"}
 
 
@@ -361,6 +363,7 @@ class PhaseMarkerMixin:
         self.alive_bytes: list[int] = []  # before each batch that is evaluated
         self.leftovers = Leftovers(recorder, self.steps_recorded)
         self.garbage = Garbage(recorder)
+        self.lists: Lists | None = None
 
     # -- training
 
@@ -417,18 +420,28 @@ class PhaseMarkerMixin:
         rest = max(0, samples - recorded * size)
         more = -(-left // size) * rest
         self.recorder.expect(more, "activations")  # by the sample: a line at every size
+        hooks = [each for each in (pl_module, *self.users_callbacks) if has_own(each, "on_train_epoch_end")]
+        if hooks:  # which may join what the epoch has left
+            self.recorder.expect(COPIES * more, "activations", at_most=True)
+        if hooks and more >= _WORTH_A_NOTE:
+            name = f"{type(hooks[0]).__name__}.on_train_epoch_end"
+            self.recorder.assumptions[f"at most, {name} copies what an epoch leaves, {COPIES} times"] = None
         self.samples = samples
         if more >= _WORTH_A_NOTE:
             self.recorder.assumptions[f"{each}; what an epoch leaves is included"] = None
 
+    @property
+    def users_callbacks(self) -> Iterable[object]:
+        return getattr(self.program.trainer, "callbacks", ())
+
     def name_what_is_left(self, steps: range, pl_module: LightningModule) -> None:
-        if self.program.stage in ("fit", "validate"):
+        if self.program.stage in ("fit", "validate", "predict"):
             with self.recorder.paused(), torch._C.DisableTorchFunction():
                 self.recorder.kept = attempt(lambda: self.find_kept(steps, pl_module)).value or ()
 
     def find_kept(self, steps: range, module: LightningModule) -> tuple[Kept, ...]:
         """Name what holds the memory that the batches of some steps left behind, the most first."""
-        others = getattr(self.program.trainer, "callbacks", ())  # their code may empty what the module holds
+        others = self.users_callbacks  # their code may empty what the module holds
         when: Literal["step", "validation"] = "step" if self.program.stage == "fit" else "validation"
         lines: dict[Holder, Counter[str]] = {}
         graphs, missing = set(), self.recorder.left_by(steps)
@@ -438,8 +451,9 @@ class PhaseMarkerMixin:
                 nbytes, line = missing.pop(address)
                 lines.setdefault(holder, Counter())[line] += nbytes
                 graphs |= {holder} if in_graph else set()
+        predicts = self.program.stage == "predict" and self.program.trainer.predict_loop.return_predictions
         for nbytes, line in missing.values():
-            lines.setdefault(Holder(""), Counter())[line] += nbytes
+            lines.setdefault(Holder(RETURNED if predicts else ""), Counter())[line] += nbytes
         found = []
         for holder, made in lines.items():
             use = _use_of(holder, module, others)
@@ -502,7 +516,8 @@ class PhaseMarkerMixin:
         if datamodule is not None and selector is not None and not self.program.transferred:
             selector.datamodule = datamodule
 
-    def on_validation_start(self, trainer: Trainer, *_: object) -> None:
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.lists = Lists(pl_module)
         self.use_hooks_of_datamodule(trainer)
         deepspeed.label(trainer.strategy.model, self.recorder)
 
@@ -524,6 +539,13 @@ class PhaseMarkerMixin:
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.compute_metrics(pl_module)
+        batches, size = self.program.batches_per_epoch, self.batch_size
+        count = (batches(size) if batches else None) or 0
+        count = min(count, self.limit * self.loaders) if type(self.limit) is int else int(count * self.limit)
+        seen, stage = len(self.alive_bytes) * self.loaders, _STAGES[self.program.stage]
+        if self.lists is not None:
+            hook = f"on_{stage}_epoch_end"
+            run_hook(trainer, pl_module, hook, self.recorder, self.lists, seen, max(seen, count))
         raise StepsDone  # what follows needs values
 
     on_test_epoch_end = on_predict_epoch_end = on_validation_epoch_end

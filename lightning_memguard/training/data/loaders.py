@@ -9,7 +9,7 @@ import itertools
 import math
 import sys
 from bisect import bisect_left
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -419,10 +419,13 @@ def rewrite_loaders(
     Returns:
         A function that gives the Trainer its own data source back, for when the run is over.
     """
-    settings = _own_settings(facts.sources[known.role].instance)
+    owner = facts.sources[known.role].instance
+    before, settings = _own_settings(owner), list[tuple[int, int]]()
 
     def change(make_loaders: Callable[[], object]) -> object:
         size = batch_size() if batch_size else 0
+        if not settings:  # what is set later is the user's
+            settings.extend(zip(before, _own_settings(owner), strict=False))
         known.let_go()
         try:
             loaders = make_loaders()
@@ -435,10 +438,10 @@ def rewrite_loaders(
     return loader_access.intercept_loaders(trainer, known.role, change)
 
 
-def _own_settings(owner: object) -> set[int]:
-    """Batch sizes that a module or datamodule is set to, which its hooks may read."""
+def _own_settings(owner: object) -> list[int]:
+    """Batch sizes that a module or datamodule is set to, which its hooks may read; 0 in place of others."""
     held = [getattr(owner, "batch_size", None), *(each.get("batch_size") for each in hyperparameters_of(owner))]
-    return {each for each in held if type(each) is int}
+    return [each if type(each) is int else 0 for each in held]
 
 
 def _resize_all(
@@ -446,18 +449,19 @@ def _resize_all(
     loaders: object,
     known: LoaderInfo,
     batch_size: int,
-    settings: set[int],
+    settings: Sequence[tuple[int, int]],
     made: Callable[[int], object],
 ) -> object:
     """The loaders at a size, if one is given; unchanged if a hook now gives others, that cannot be resized.
 
-    A hook that gives loaders of another size than at setup has decided that, unless it follows the ``settings``.
+    A hook that gives loaders of another size than at setup has decided that, unless it follows one of the ``settings``,
+    as it was then and as MemGuard has set it.
     """
     try:
         info, asked = info_of(facts, loaders, "the loader", known.role), known.batch_size
         known.adopt(info)
         own, size = info.batch_size, batch_size or asked
-        is_as_before = own in (asked, size) or any(own * each == asked * size for each in settings)
+        is_as_before = own in (asked, size) or any(then and own * then == asked * now for then, now in settings)
         made(0 if is_as_before else own)
         if not is_as_before and asked:
             return loaders

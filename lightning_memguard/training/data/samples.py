@@ -26,6 +26,7 @@ from lightning_memguard.core.batch.nesting import (
     batch_size_of,
     growth_sizes,
     map_tensors,
+    object_bytes,
     shapes_of,
     tensors_in,
 )
@@ -46,7 +47,7 @@ MOST_SECONDS = 1.0  # after which it is enough, once LEAST_SAMPLES were drawn
 LEAST_SAMPLES = 16
 _MOST_INDICES = 1 << 20  # how much of a sampler's order is read to spread them over
 _AT_ONCE = 64  # what a dataset that fetches many samples at once is asked for
-_BEYOND = "a larger one would take more, and is reported when it comes"
+_BEYOND = "a larger one may take more, and a warning names a batch that is predicted to exceed it"
 _COUNTS = (1, 2, 4, 8)  # of a sample, to collate it alone: some collate functions want pairs
 _SIZES = ((4, 5, 1), (4, 6, 2), (4, 8, 4), (8, 16, 8), (2, 4, 2))  # two to collate at, and the multiple they stand for
 _MOST_KINDS = 6  # batches whose sizes a sampler sets that are captured
@@ -68,6 +69,7 @@ class RunSamples:
         unit: batch sizes must be multiples of this for the loaders and their collate functions.
         ends: how many samples each loader's data without a length has, if its end was reached.
         fresh: whether each sample is made when it is asked for, so that a batch is there twice while it is collated.
+        object_bytes: of the objects that a sample is made of, without its data.
     """
 
     batches: tuple[Batches, ...]
@@ -76,6 +78,7 @@ class RunSamples:
     unit: int = 1
     ends: tuple[int | None, ...] = ()
     fresh: bool = False
+    object_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,7 @@ class LoaderSamples:
     unit: int = 1
     samples: int | None = None
     fresh: bool = False
+    object_bytes: int = 0
 
 
 def sample(info: LoaderInfo) -> RunSamples:
@@ -106,7 +110,8 @@ def sample(info: LoaderInfo) -> RunSamples:
     unit = math.lcm(info.unit, *(each.unit for each in drawn))
     batches = _combine(info, [each.batches for each in drawn])
     fresh = any(each.fresh for each in drawn)
-    return RunSamples(batches, info.batch_size or batches[0].small_size, notes, unit, ends, fresh)
+    objects = sum(each.object_bytes for each in drawn)
+    return RunSamples(batches, info.batch_size or batches[0].small_size, notes, unit, ends, fresh, objects)
 
 
 def _draw_from(info: LoaderInfo, source: Source) -> LoaderSamples:
@@ -251,7 +256,8 @@ def _largest_samples(loader: DataLoader[Any], unit: int, factor: int) -> LoaderS
     whole, multiple = sequential and all_seen and len(kept) == largest.seen, unit * multiple
     draws = CollatedDraws(largest.collate, kept, largest.largest, unit, factor, multiple, in_order, whole, stay)
     samples = largest.seen if all_seen else None
-    return LoaderSamples(replace(batches, draws=draws), note, multiple, samples, not kept_by_dataset)
+    objects = object_bytes(first) * factor // unit
+    return LoaderSamples(replace(batches, draws=draws), note, multiple, samples, not kept_by_dataset, objects)
 
 
 class _LargestSamples:

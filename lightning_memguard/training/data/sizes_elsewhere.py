@@ -40,7 +40,7 @@ def held_elsewhere(module: nn.Module, batch_size: int, callbacks: Iterable[objec
         for function, names in code.items():
             if name in names and (function in own or (holder_name and holder_name in names)):
                 place = f"{Path(function.__code__.co_filename).name}:{function.__code__.co_firstlineno}"
-                return f"`{path}` is {batch_size} as well and stays so, and {function.__qualname__} ({place}) reads it"
+                return f"`{path}` is {batch_size} too and would not follow; {function.__qualname__} ({place}) reads it"
     return ""
 
 

@@ -136,6 +136,11 @@ def read_run_facts(trainer: Trainer, stage: Stage = "fit") -> RunFacts:
     )
 
 
+def takes_steps(trainer: Trainer) -> bool:
+    """Whether a fit has any step to take, as far as its settings tell."""
+    return trainer.max_epochs != 0 and trainer.max_steps != 0 and trainer.limit_train_batches != 0
+
+
 def data_ranks(strategy: Any, world_size: int, devices: int = 0) -> int:
     """How many ranks train on samples of their own: those of a tensor-parallel group share theirs."""
     if not is_a(strategy, "ModelParallelStrategy"):

@@ -7,8 +7,10 @@ parameter.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
+from collections import deque
 from types import TracebackType
 from typing import Literal
 
@@ -48,13 +50,21 @@ class Offload:
     def __init__(
         self, module: nn.Module, keep_bytes: int = 0, *, tier: Tier | None = None, host_bytes: int | None = None
     ) -> None:
-        self.module, self.keep_bytes = module, keep_bytes
+        self.__setstate__((module, keep_bytes, tier, host_bytes))
+        self.refused = self._gaps or self._packer.survey(module)
+
+    def __getstate__(self) -> tuple[nn.Module, int, Tier | None, int | None]:
+        return self.module, self.keep_bytes, self._packer.tier, self._packer.host_bytes
+
+    def __setstate__(self, state: tuple[nn.Module, int, Tier | None, int | None]) -> None:
+        """Begin anew: a module may hold this, and be copied or sent to another process."""
+        self.module, self.keep_bytes, tier, host_bytes = state
         self._packer = _Packer(tier, host_bytes)
         # Compiled autograd would trace them, and Dynamo what a compiled function calls.
         self._pair = torch.compiler.disable(self._packer.pack), torch.compiler.disable(_unpack)
         self._entered: list[bool] = []
-        self._gaps = gaps("offload")
-        self.refused = self._gaps or self._packer.survey(module)
+        self._gaps: str = gaps("offload")
+        self.refused = self._gaps
 
     @property
     def moved_bytes(self) -> int:
@@ -83,7 +93,8 @@ class Offload:
     ) -> None:
         if self._entered.pop():
             hooks.take_off(self._pair)
-            self._packer.end()
+            with contextlib.suppress(Exception) if error is not None else contextlib.nullcontext():
+                self._packer.end()
 
     def close(self) -> None:
         """Release files and host memory, as soon as no backward pass needs them."""
@@ -138,6 +149,7 @@ class _Packer:
         self.copies: dict[object, weakref.ref[Copy]] = {}  # by address, and layout of a small view
         self.stay: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # by address
         self.kept: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # by address
+        self.gone: deque[tuple[int, int]] = deque()  # of these, by other threads and finalizers
         self.nothing: dict[torch.device, Tensor] = {}  # without memory
         self.is_on_host = False
         self.keep_bytes = self.moved_bytes = self.kept_bytes = self.most_kept_bytes = 0
@@ -164,6 +176,7 @@ class _Packer:
         return ""
 
     def begin(self, keep_bytes: int) -> None:
+        self._forget()
         self.keep_bytes, self.moved_bytes, self.most_kept_bytes, self.trouble = keep_bytes, 0, self.kept_bytes, ""
 
     def end(self) -> None:
@@ -186,6 +199,8 @@ class _Packer:
             return Kept(tensor, node)
         if node is None and tensor.requires_grad:
             return Kept(tensor)
+        if self.gone:
+            self._forget()
         base, storage = tensor._base, tensor.untyped_storage()
         owner = tensor if base is None else base
         if storage._cdata in self.kept or self._stays(owner, storage) or self._fits(storage):
@@ -216,17 +231,17 @@ class _Packer:
 
     def _keep(self, storage: torch.UntypedStorage) -> None:
         """Count a storage that stays, as long as it lives."""
-        address, nbytes, packer = storage._cdata, storage.nbytes(), weakref.ref(self)
-
-        def gone(_: object) -> None:
-            found = packer()
-            if found is not None:
-                del found.kept[address]
-                found.kept_bytes -= nbytes
-
-        self.kept[address] = weakref.ref(storage, gone)
+        address, nbytes, gone = storage._cdata, storage.nbytes(), self.gone
+        self.kept[address] = weakref.ref(storage, lambda _: gone.append((address, nbytes)))
         self.kept_bytes += nbytes
         self.most_kept_bytes = max(self.most_kept_bytes, self.kept_bytes)
+
+    def _forget(self) -> None:
+        """Count what is gone no longer, before another storage may be found at its address."""
+        while self.gone:
+            address, nbytes = self.gone.popleft()
+            del self.kept[address]
+            self.kept_bytes -= nbytes
 
     def _copy(self, tensor: Tensor, storage: torch.UntypedStorage, owner: Tensor) -> Copy | None:
         """Return the copy of what a tensor shows; None if it cannot be moved."""

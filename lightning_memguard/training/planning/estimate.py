@@ -17,9 +17,11 @@ from lightning_memguard.core.capture.program import Context
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.errors import CannotTraceError, MemGuardError
 from lightning_memguard.training.facts.ranks import warn
+from lightning_memguard.training.planning.by_name import FineTuning, subject_by_name
 from lightning_memguard.training.planning.subject import (
     MakeOptimizer,
     Step,
+    Subject,
     is_lightning,
     on_ranks,
     predicted,
@@ -32,9 +34,10 @@ if TYPE_CHECKING:
 
 
 def estimate(
-    model: nn.Module,
-    batch: object,
+    model: nn.Module | None = None,
+    batch: object = None,
     *,
+    hf: str | FineTuning | None = None,
     batch_size: int | None = None,
     step: Step | None = None,
     optimizer: MakeOptimizer | None = None,
@@ -54,8 +57,10 @@ def estimate(
             any ``nn.Module`` together with ``step`` and ``optimizer``, stepped in PyTorch's canonical loop
             (``zero_grad``, forward, backward, ``step``). Only a copy without memory runs.
         batch: an example batch: real, meta or fake tensors in any nesting.
+        hf: in place of a model and a batch, a language model of Hugging Face by its name, or how it is fine-tuned: a
+            `lightning_memguard.training.planning.by_name.FineTuning`. Nothing is fetched. It needs the extra ``hf``.
         batch_size: the number of samples to predict for (default: the batch's own).
-        step: ``(model, batch) -> loss``; for a plain module.
+        step: ``(model, batch) -> loss``, or ``loss, logits`` where a loop's variables keep those; for a plain module.
         optimizer: ``(parameters) -> Optimizer``; for a plain module (default: none, gradients only).
         context: ``() -> context manager`` that the step and its backward pass run in, such as
             ``torch.distributed.tensor.parallel.loss_parallel``; for a plain module.
@@ -90,18 +95,56 @@ def estimate(
         >>> footprint.parts["optimizer_state"] == 2 * footprint.parts["parameters"] + 2 * 4
         True
     """
-    if training and is_lightning(model) and (step, optimizer, context) != (None, None, None):
+    if hf is not None:
+        subject = _by_name(hf, model, batch, batch_size, step, optimizer, precision, training=training)
+        return _estimated(subject, device, measured)
+    loop: dict[str, Any] = {"step": step, "optimizer": optimizer, "context": context}
+    subject = _of_module(model, batch, batch_size, precision, loop, training=training)
+    if (strategy, devices, num_nodes) != ("auto", 1, 1):
+        subject = on_ranks(subject, strategy, devices, num_nodes)
+    return _estimated(subject, device, measured)
+
+
+def _of_module(
+    model: nn.Module | None,
+    batch: object,
+    batch_size: int | None,
+    precision: str,
+    loop: dict[str, Any],
+    *,
+    training: bool,
+) -> Subject:
+    if model is None:
+        raise MemGuardError("Pass a model and an example batch, or a language model by its name: hf=.")
+    if training and is_lightning(model) and any(each is not None for each in loop.values()):
         raise MemGuardError(
             "A LightningModule brings its own training_step, backward and configure_optimizers: leave out step, "
             "optimizer and context."
         )
     if batch is None:
         raise CannotTraceError("There is no batch to size by: pass an example batch.")
-    loop: dict[str, Any] = {"step": step, "optimizer": optimizer, "context": context, "training": training}
-    subject = subject_of(model, batch, batch_size=batch_size, precision=precision, **loop)
-    if (strategy, devices, num_nodes) != ("auto", 1, 1):
-        subject = on_ranks(subject, strategy, devices, num_nodes)
-    target, size = target_of(device, model).talking(subject.communicators), subject.batch_size
+    return subject_of(model, batch, batch_size=batch_size, precision=precision, training=training, **loop)
+
+
+def _by_name(
+    hf: str | FineTuning,
+    model: nn.Module | None,
+    batch: object,
+    batch_size: int | None,
+    step: Step | None,
+    optimizer: MakeOptimizer | None,
+    precision: str,
+    *,
+    training: bool,
+) -> Subject:
+    if (model, batch, step) != (None, None, None) or not training:
+        raise MemGuardError("hf= brings its own model, batch and step, and is a training: leave out the others.")
+    tuning = hf if isinstance(hf, FineTuning) else FineTuning(hf)
+    return subject_by_name(tuning, batch_size=batch_size or 1, precision=precision, optimizer=optimizer)
+
+
+def _estimated(subject: Subject, device: str, measured: str | os.PathLike[str] | None) -> Footprint:
+    target, size = target_of(device, subject.model).talking(subject.communicators), subject.batch_size
     for note in target.notes:
         warn(f"estimate: {note}.")
     file = None if measured is None else Path(measured)

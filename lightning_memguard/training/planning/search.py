@@ -10,12 +10,16 @@ from itertools import count, takewhile
 
 from lightning_memguard.core.capture.predict import Prediction, StepFailsError
 from lightning_memguard.core.decision.decision import Budget, Decision, LimitedBy, Request, decide
+from lightning_memguard.core.replay.alternatives import VARIABLE
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.core.replay.replay import retries_within
 from lightning_memguard.errors import DoesNotFitError
+from lightning_memguard.training.planning.advise import setting_that_saves
 
 Refusal = Callable[[int], "LimitedBy | None"]
 """Batch size -> what forbids it, so that the next smaller one is looked at."""
+
+_FootprintAt = Callable[[Prediction, int], Footprint]
 
 
 def largest_that_runs(
@@ -23,7 +27,7 @@ def largest_that_runs(
     budget: Budget,
     request: Request,
     *,
-    footprint_at: Callable[[Prediction, int], Footprint] = Prediction.footprint_at,
+    footprint_at: _FootprintAt = Prediction.footprint_at,
     refused_by: Refusal = lambda _: None,
     preferred: int = 1,
 ) -> tuple[Decision, Prediction]:
@@ -46,7 +50,7 @@ def largest_that_runs(
     """
 
     def decided(prediction: Prediction, request: Request) -> Decision:
-        decision = decide(partial(footprint_at, prediction), budget, request)
+        decision = _decide(prediction, budget, request, footprint_at)
         size, limit, step = decision.batch_size, decision.limited_by, request.multiple_of
         # what is refused gives way to the next smaller size
         while request.free_to_choose and size - step >= request.min_batch_size and (by := refused_by(size)):
@@ -116,12 +120,38 @@ def smallest_fast(seconds_at: Callable[[int], float], request: Request, largest:
 _ABOUT = 1.03
 
 
+def _decide(prediction: Prediction, budget: Budget, request: Request, footprint_at: _FootprintAt) -> Decision:
+    try:
+        return decide(partial(footprint_at, prediction), budget, request)
+    except DoesNotFitError as error:
+        setting = setting_that_fits(prediction, request.smallest_batch_size, budget, footprint_at)
+        if setting:
+            error.way_out = f"set {setting} in the environment, with which it fits"
+        raise
+
+
+def setting_that_fits(
+    prediction: Prediction,
+    batch_size: int,
+    budget: Budget,
+    footprint_at: _FootprintAt = Prediction.footprint_at,
+) -> str:
+    """Return the allocator's setting under which a step fits that does not as it is; empty if none is known."""
+    curve = prediction.extended_to(batch_size)
+    found = setting_that_saves(curve, batch_size, 0.0)
+    if found is None:
+        return ""
+    changed = Prediction(prediction.program, curve.on_terms(settings=curve.settings.with_setting(found[0])))
+    fits = footprint_at(changed, batch_size).most_device_bytes <= budget.usable_bytes
+    return f"{VARIABLE}={found[0]}" if fits else ""
+
+
 def with_retries(decision: Decision, prediction: Prediction) -> Decision:
-    """Return the decision with `Decision.retries`, if its step is too large for a GPU and is known event by event."""
+    """Return the decision on a step too large for its GPU with `Decision.setting`, and `Decision.retries` if known."""
     size, most, budget = decision.batch_size, decision.footprint, decision.budget
     if decision.fits or not most or not budget or most.is_evaluation:
         return decision
-    curve = prediction.curve
+    decision, curve = replace(decision, setting=setting_that_fits(prediction, size, budget)), prediction.curve
     if curve.method != "fake" or curve.variants or curve.stopped:
         return decision
     beside = most.peak_reserved_bytes - prediction.footprint_at(size).peak_reserved_bytes

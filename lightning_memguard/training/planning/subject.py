@@ -299,7 +299,8 @@ def program_of(subject: Subject, target: Target) -> Program:
     step = subject.step or (lambda each, batch: getattr(each, hook)(batch, 0) if hook else each(batch))
     loop = model, subject.batches, step, subject.optimizer, device, subject.precision, subject.training, target.gpu
     if subject.strategy is None:
-        return LoopProgram(*loop, context=subject.context)
+        accumulated = subject.trainer.get("accumulate_grad_batches", 1)
+        return LoopProgram(*loop, context=subject.context, accumulate_grad_batches=accumulated)
     ranks: dict[str, Any] = {"strategy": subject.strategy, "devices": subject.devices, "nodes": subject.nodes}
     return fabric.FabricProgram(*loop, context=subject.context, **ranks)
 

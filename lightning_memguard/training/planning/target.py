@@ -11,7 +11,7 @@ from lightning_memguard.core import gpus
 from lightning_memguard.core.capture.recorder import part_bytes
 from lightning_memguard.core.decision.decision import Budget, Limits
 from lightning_memguard.core.device.budget import read_budget
-from lightning_memguard.core.device.context import CONTEXT_BYTES, context_bytes, nccl_bytes
+from lightning_memguard.core.device.context import context_bytes, nccl_bytes
 from lightning_memguard.core.device.process import process_bytes
 from lightning_memguard.core.gpus import Gpu
 from lightning_memguard.core.range import NOTHING, Range
@@ -65,7 +65,7 @@ def target_of(name: str, model: nn.Module | None = None) -> Target:
     """
     device = check_device(name)
     if isinstance(device, Gpu):
-        return Target(torch.device("cuda"), device, CONTEXT_BYTES, device.memory_bytes - CONTEXT_BYTES.likely)
+        return Target(torch.device("cuda"), device, device.context_bytes, device.capacity_bytes)
     if device.type == "cpu" and model is not None:
         return Target(device, context_bytes=process_bytes(model.parameters(), torch.get_num_threads()))
     if device.type != "cuda":

@@ -162,7 +162,9 @@ def find_ways(
         ways = search.front(children, candidates, say)
     known = {way.device for each in candidates.values() for way in each}
     nothing = [f"nothing that was tried fits {p.budget.device}" for p in search.places if p.budget.device not in known]
-    return Ways(tuple(ways), (*left_out, *nothing))
+    shown = {way.device for way in ways}
+    beaten = [f"every way on {device} is beaten by one above" for device in sorted(known - shown)]
+    return Ways(tuple(ways), (*left_out, *beaten, *nothing))
 
 
 class _Place(NamedTuple):

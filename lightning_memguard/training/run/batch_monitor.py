@@ -27,7 +27,7 @@ from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.core.replay.timeline import LineShare, shares_at_peak
 from lightning_memguard.core.trace.trace import Shapes, Trace
 from lightning_memguard.errors import DoesNotFitError, MemGuardError
-from lightning_memguard.report.failure import Failure, Larger
+from lightning_memguard.report.failure import Failure, Larger, steps_explain
 from lightning_memguard.training.facts.ranks import attempt
 from lightning_memguard.training.run.profile import RunProfile
 
@@ -60,6 +60,7 @@ class BatchWatch:
         kinds: of batches that were predicted: first those that the run was decided by.
         is_same: whether the batch at hand is as large as the one before it.
         saw_whole: whether any was as large as predicted.
+        is_largest: whether the batch at hand is larger than each before.
     """
 
     def __init__(self, profile: RunProfile, prediction: Prediction, batch_size: int) -> None:
@@ -68,14 +69,14 @@ class BatchWatch:
         self.batch_size = batch_size
         self.predicted_shapes, self._predicted_bytes = prediction.expected_batch(batch_size)
         self.shapes: Shapes = ()
-        self.exceeds = self.saw_whole = False
+        self.exceeds = self.saw_whole = self.is_largest = False
         self.largest: tuple[Larger, Prediction] | None = None
         kinds = prediction.curve.kinds or [((), self._predicted_bytes)]
         self.is_fixed = bool(prediction.curve.kinds)
         self._usual = set[Shapes]()
         self._quick: list[torch.Size] | int = 0
         self.is_same = False
-        self._most_bytes = 0.0
+        self._most_bytes, self._seen_bytes = 0.0, 0
         self._limits = [max(sizes) for sizes in zip_longest(*starmap(growth_sizes, kinds), fillvalue=0.0)]
         self._of_prediction = [*self._limits]
         usual = profile.with_extra(prediction.footprint_at(batch_size))
@@ -85,7 +86,7 @@ class BatchWatch:
     def larger(self, batch: object) -> Larger | None:
         """Compare a batch on its way into the step with the prediction; None if it is within it."""
         quick = _quick_sizes(batch, by_shape=self.is_fixed)
-        self.is_same = bool(quick) and quick == self._quick
+        self.is_largest, self.is_same = False, bool(quick) and quick == self._quick
         if self.is_same:
             return None
         self._quick, self.shapes = quick, tuple(quick) if isinstance(quick, list) else shapes_of(batch)
@@ -93,6 +94,7 @@ class BatchWatch:
         if self.shapes in self._usual:
             return None
         nbytes = batch_bytes(batch)
+        self.is_largest, self._seen_bytes = nbytes > self._seen_bytes, max(nbytes, self._seen_bytes)
         self.saw_whole |= nbytes >= self._predicted_bytes
         sizes = growth_sizes(self.shapes if self.is_fixed else (), nbytes)
         self.exceeds = any(starmap(gt, zip_longest(sizes, self._of_prediction, fillvalue=0.0)))
@@ -141,6 +143,11 @@ class BatchWatch:
         self.largest = larger, prediction
         return larger
 
+    @property
+    def shapes_seen(self) -> int:
+        """How many shapes of batches there were, so far as they were within the prediction."""
+        return len(self._usual)
+
     # -- which sizes fit
 
     def would_fit(self, budget: Budget, ratio: float, alike: Prediction | None = None) -> int | None:
@@ -156,7 +163,8 @@ class BatchWatch:
         request = Request(size, max_batch_size=max(1, size - 1), multiple_of=unit)
 
         def footprint_at(batch_size: int) -> Footprint:
-            return self.profile.with_extra((alike or self.prediction).footprint_at(batch_size))
+            step = (alike or self.prediction).footprint_at(batch_size)
+            return self.profile.with_extra(self.profile.with_objects(step))
 
         try:
             return decide(footprint_at, scaled, request).batch_size
@@ -220,6 +228,8 @@ def size_within_budget(watch: BatchWatch, decided: Footprint, measured: Measured
     """
     larger, alike = watch.largest or (None, watch.prediction)
     ratio = _ratio(measured, (larger.footprint if larger else decided).most_device_bytes)
+    if not steps_explain(decided, measured):
+        return None
 
     def find(_: int) -> int | None:
         return watch.would_fit(watch.profile.budget, ratio, alike=alike)
@@ -231,5 +241,5 @@ def size_within_budget(watch: BatchWatch, decided: Footprint, measured: Measured
 
 
 def _ratio(measured: Measured | None, predicted_bytes: int) -> float:
-    taken = measured.peak_bytes if measured else 0
+    taken = measured.taken_bytes if measured else 0
     return max(1.0, taken / predicted_bytes if predicted_bytes else 1.0)

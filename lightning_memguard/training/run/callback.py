@@ -26,6 +26,7 @@ from lightning_memguard.units import KIB, parse_bytes
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer
+    from torch import Tensor
     from torch.optim import Optimizer
 
     from lightning_memguard.report.page import Page
@@ -34,7 +35,8 @@ if TYPE_CHECKING:
 # What predicts. It reads the insides of torch and Lightning, so it is imported when a run is set up, and may fail then.
 _ENGINE = "lightning_memguard.training.run.guarded_run"
 _say_once = functools.cache(say)
-_NOT_USED = ("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_train_batch_end")
+_WHILE_COUNTING = ("on_before_backward", "on_train_batch_end")  # skipped at other batches
+_NOT_USED = ("on_before_zero_grad", "on_after_backward", *_WHILE_COUNTING)
 
 
 def _callback_classes() -> tuple[type, ...]:
@@ -100,6 +102,13 @@ def _refuse(replaced: dict[str, object]) -> None:
         if name not in _REPLACED:
             raise TypeError(f"MemGuard.__init__() got an unexpected keyword argument {name!r}")
         raise MemGuardError(f"{name}={value!r} is gone: {_REPLACED[name]}.")
+
+
+def _batches_to_evaluate(trainer: Trainer) -> list[int | float]:
+    if trainer.sanity_checking:
+        return trainer.num_sanity_val_batches
+    kind = "predict" if trainer.predicting else "test" if trainer.testing else "val"
+    return getattr(trainer, f"num_{kind}_batches")  # type: ignore[no-any-return]
 
 
 def _parsed(name: str, budget: int | str | None) -> int | None:
@@ -386,10 +395,17 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
             self._run.start()
 
     @_guarded
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start measuring, now that any checkpoint is out of memory."""
         if self._run:
             self._run.start_measuring()
+
+    @_guarded
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start measuring, if there was no sanity check."""
+        if self._run:
+            self._run.start_measuring()
+            self._run.watch_growth()
 
     @_guarded
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -413,8 +429,24 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
         """Warn of a batch that is larger than predicted."""
         if self._run:
-            self._run.start_batch(batch_idx)
-            self._run.check_batch("train", batch, batch_idx)
+            self._run.start_batch(batch, batch_idx)
+            self._run.check_batch("train", batch, batch_idx, trainer.num_training_batches)
+            self._skip(*_WHILE_COUNTING)
+            if self._run.measuring.is_counting:
+                for hook in _WHILE_COUNTING:
+                    self.__dict__.pop(hook, None)
+
+    @_guarded
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        """Count tensors afresh, if this step's are counted."""
+        if self._run:
+            self._run.measuring.count_backward()
+
+    @_guarded
+    def on_train_batch_end(self, trainer: Trainer, *_: object) -> None:
+        """Count no tensors while many samples are collated."""
+        if self._run:
+            self._run.measuring.end_batch(self._run.decision.batch_size)
 
     @_guarded
     def on_validation_batch_start(
@@ -422,9 +454,18 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
     ) -> None:
         """Warn of a batch of validation, test or prediction that is larger than predicted."""
         if self._run:
-            self._run.check_batch("val", batch, batch_idx)
+            batches = _batches_to_evaluate(trainer)
+            self._run.check_batch("val", batch, batch_idx, batches[dataloader_idx] if batches else 0)
 
     on_test_batch_start = on_predict_batch_start = on_validation_batch_start
+
+    @_guarded
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Count what the hooks at the end of a validation take."""
+        if self._run:
+            self._run.measuring.count_hooks_of_validation()
+
+    on_test_epoch_end = on_predict_epoch_end = on_validation_epoch_end
 
     @_guarded
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
@@ -450,6 +491,8 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Record a run that only validates, tests or predicts."""
         run = self._run
+        if run:
+            run.measuring.stop_counting()
         if run and not run.trains and (record := run.end_evaluation()):
             self.evaluations[run.stage] = record
 

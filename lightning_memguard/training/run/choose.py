@@ -329,7 +329,7 @@ def _largest(profile: RunProfile) -> int | None:
     """The largest batch size that memory and data allow; None if that takes captures, or no other can be set."""
     request, known = profile.request, profile.prediction
     is_fixed = bool(request.fixed_because) or not profile.run.program.trains
-    if known.growth is None or known.compiles or not known.scalable or is_fixed:
+    if known.growth is None or known.compiles or known.stopped or not known.scalable or is_fixed:
         return None
     free = replace(request, free_to_choose=True, kept_by=None, run_size=None, max_batch_size=None, min_batch_size=1)
     asked = replace(profile, request=replace(free, keep_effective_batch_size=None))
@@ -347,7 +347,7 @@ def _with_setting_note(footprint: Footprint, prediction: Curve) -> Footprint:
         return footprint
     text, saved = known
     now, need = (format_bytes(footprint.most_device_bytes - less) for less in (0, saved))
-    note = f"with {VARIABLE}={text} in the environment, the same step needs {need} instead of {now}"
+    note = f"with {VARIABLE}={text} in the environment, the same step needs at most {need} instead of {now}"
     return replace(footprint, notes=(*footprint.notes, note))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import InitVar, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from lightning_memguard.core.replay.snapshot import save_snapshot
 from lightning_memguard.core.trace.kept import MOST_EPOCHS
 from lightning_memguard.errors import MemGuardError
 from lightning_memguard.report.decision_table import evaluation_text, last_line, setup_text, warning_of
-from lightning_memguard.report.failure import announcement, kept_words, note, overrun_words, snapshot_words
+from lightning_memguard.report.failure import announcement, kept_words, note, snapshot_words
 from lightning_memguard.report.loggers import Boards
 from lightning_memguard.report.page import PAGE_NAME, Page, write_report
 from lightning_memguard.report.page_data import Report
@@ -32,13 +32,14 @@ from lightning_memguard.training.adapter.metrics import forget_logged, log_epoch
 from lightning_memguard.training.adapter.program import logging_step
 from lightning_memguard.training.data.loaders import rewrite_loaders
 from lightning_memguard.training.facts.ranks import attempt, explains, say, warn
-from lightning_memguard.training.facts.run_facts import Stage
+from lightning_memguard.training.facts.run_facts import Stage, takes_steps
 from lightning_memguard.training.run.aftermath import held_elsewhere, oom_kills, worker_note
-from lightning_memguard.training.run.batch_monitor import BatchWatch, failure, size_within_budget
+from lightning_memguard.training.run.batch_monitor import BatchWatch, failure
 from lightning_memguard.training.run.growth_watch import GrowthWatch
 from lightning_memguard.training.run.guard_settings import GuardSettings
 from lightning_memguard.training.run.measuring import Measuring
 from lightning_memguard.training.run.offloading import Offloading
+from lightning_memguard.training.run.overrun import OverrunWatch
 from lightning_memguard.training.run.own_size import OwnSize
 from lightning_memguard.training.run.profile import RunProfile
 from lightning_memguard.training.run.resume import is_over, resume, saved_in
@@ -92,7 +93,8 @@ class GuardedRun:
         if self.decision.host:
             self.measuring.watch_children()
         self._growth: GrowthWatch | None = None
-        self._checks_peak = self.device.type == "cpu"  # a GPU's allocator holds no more than the device has
+        self._measures = False
+        self._overruns = OverrunWatch(self.measuring, checks=self.device.type == "cpu")
 
     @property
     def decision(self) -> Decision:
@@ -131,7 +133,8 @@ class GuardedRun:
             self._undo.append(return_freed_memory(self.device))
             self._trim = Trimmer() if self.device.type == "cpu" else None
         self._follow()
-        self._warn_of_short_search()
+        if self.trains and (said := _short_search_words(self.trainer, profile, self.decision)):
+            self._warn(said)
 
     def _note_own_size(self, size: int) -> None:
         if self.trains and self._own.note(size, self.decision, speaks=self.trainer.is_global_zero):
@@ -213,7 +216,7 @@ class GuardedRun:
         """
         self._announced = True
         self._undo_division_for_lbfgs()
-        if self.trainer.is_global_zero and not self._has_no_steps:
+        if self.trainer.is_global_zero and (not self.trains or (takes_steps(self.trainer) and not self._is_over)):
             warning = warning_of(self.decision)
             if self.trains and self.decision.footprint and (self.decision.is_tight or explains()):
                 say(setup_text(self.decision, explain=not warning, most_parts=_MOST_PARTS))
@@ -222,38 +225,11 @@ class GuardedRun:
             for text in filter(None, (warning, kept_words(self.decision))):
                 self._warn(text)
 
-    @property
-    def _has_no_steps(self) -> bool:
-        trainer = self.trainer
-        none_asked = not trainer.max_epochs if trainer.max_epochs is not None else trainer.max_steps == 0
-        return self.trains and (none_asked or 0 in (trainer.max_steps, trainer.limit_train_batches) or self._is_over)
-
     def _undo_division_for_lbfgs(self) -> None:
         """Undo a division if optimizers, which exist only now, ask for a step's gradients many times, as LBFGS does."""
-        decision = self.decision
-        if decision.pieces > 1 and any(isinstance(optimizer, LBFGS) for optimizer in self.trainer.optimizers):
-            asked, size = decision.requested_batch_size, decision.batch_size
-            because = f"{asked} samples do not fit, and each optimizer step sees {size}: LBFGS accumulates no gradients"
-            batches = decision.requested_accumulate_grad_batches
-            decision = replace(decision, accumulate_grad_batches=batches, because=because)
-            self.tuning = with_steps(replace(self.tuning, decision=decision))
+        if self.decision.pieces > 1 and any(isinstance(each, LBFGS) for each in self.trainer.optimizers):
+            self.tuning = with_steps(replace(self.tuning, decision=_not_divided(self.decision)))
             self._follow()
-
-    def _warn_of_short_search(self) -> None:
-        """A LearningRateFinder tries one rate a step, until the epochs are over."""
-        profile, decision, trainer = self.tuning.profile, self.decision, self.trainer
-        if profile is None or decision.batch_size <= decision.requested_batch_size:
-            return
-        tried, epochs = learning_rates_tried(trainer.callbacks), trainer.max_epochs or -1  # type: ignore[attr-defined]
-        batches = profile.loader_info.batches(decision.batch_size)
-        if not self.trains or batches is None or epochs < 0:
-            return
-        steps = -(-batches // decision.accumulate_grad_batches) * epochs
-        if steps < tried:
-            self._warn(
-                f"LearningRateFinder tries {tried} learning rates, one a step, but at batch size {decision.batch_size} "
-                f"this run has {counted(steps, 'step')}. Set `max_batch_size` in MemGuard, or train for more epochs."
-            )
 
     def start(self) -> None:
         """Show the decision, watch batches and steps, and write the snapshot that was asked for before a fit."""
@@ -272,20 +248,22 @@ class GuardedRun:
         return Offloading(*things, self._warn_on_any_rank, settings.offload)
 
     def start_measuring(self) -> None:
-        """Start measuring; what the model and its optimizers hold by now is the training's."""
+        """Start measuring, before the sanity check; what the model and its optimizers hold is the training's."""
         profile = self.tuning.profile
-        if profile is None:
+        if profile is None or self._measures:
             return
         if not (self.settings.mode == "tune" and profile.request.free_to_choose):
             self._recheck()  # as no loader has been rewritten, which triggers it
         host = self.decision.host
-        self.measuring.start(trains=self.trains, on_host=bool(host and host.budget))
-        if self.trains:
-            infos = filter(None, (profile.loader_info, profile.run.validation_info))
-            loaders = (loader for info in infos for source in info.sources for loader in source.held)
-            datasets = [getattr(loader, "dataset", None) for loader in loaders]
-            others = [*self.trainer.callbacks, profile.facts.datamodule, *datasets]  # type: ignore[attr-defined]
-            self._growth = attempt(lambda: GrowthWatch(self.device, self.module, others)).value
+        self._measures = True
+        self.measuring.start(on_host=bool(host and host.budget))
+
+    def watch_growth(self) -> None:
+        """Watch what grows from epoch to epoch: the training begins."""
+        profile = self.tuning.profile
+        if profile is None:
+            return
+        self._growth = attempt(lambda: _growth_watch(self.trainer, self.module, profile)).value
 
     def _watch_batches(self, profile: RunProfile) -> None:
         runs = {"train" if self.trains else "val": (profile.step, self._own.batch_size(self.decision))}
@@ -306,45 +284,43 @@ class GuardedRun:
 
     # -- at each batch
 
-    def start_batch(self, batch_idx: int) -> None:
+    def start_batch(self, batch: object, batch_idx: int) -> None:
         """Record the actual step if a snapshot of it was asked for; warn of a run that has passed its budget."""
         if self._recorder is not None and not self._recorder.goes_on():
             self._end_recording()
-        if batch_idx.bit_count() == 1:  # 1, 2, 4, 8, ...: early, and at no cost
+        if batch_idx.bit_count() == 1 or batch_idx == self._overruns.again_at:  # 1, 2, 4, 8, ...: early, and at no cost
             self.measuring.note_held()
-            if self._checks_peak and batch_idx > 1:
-                self._warn_of_overrun(self.measuring.peak())
+            if self._overruns.checks and batch_idx > 1:
+                self._warn_of_overrun(self.measuring.peak(), batch, batch_idx)
 
     def _end_recording(self) -> None:
         recorder, self._recorder = self._recorder, None
         if recorder is not None:
             self._try_writing("snapshot", recorder.close)
 
-    def _warn_of_overrun(self, measured: Measured) -> None:
-        budget, watch = self.decision.budget, self._watches.get("train")
-        footprint = self._own.footprint(self.decision, self.tuning.profile, watch)
-        if footprint is None or budget is None or watch is None or not self.decision.fits:
-            return
-        if self._checks_peak and measured.peak_bytes > budget.free_bytes:
-            self._checks_peak = False
-            kept = self.decision.kept if self.decision.runs_out_at else ()
-            size = None if kept else attempt(lambda: size_within_budget(watch, footprint, measured)).value
-            self._warn(overrun_words(footprint, measured, budget, size, watch.largest and watch.largest[0], kept))
+    def _warn_of_overrun(self, measured: Measured, batch: object = None, batch_idx: int | None = None) -> None:
+        decision, watch = self.decision, self._watches.get("train")
+        known = decision, self._own.footprint(decision, self.tuning.profile, watch), watch
+        if said := self._overruns.note(*known, measured, batch, batch_idx):
+            self._warn(said)
 
-    def check_batch(self, role: str, batch: object, batch_idx: int) -> None:
-        """Return to the system what collating a batch has freed; warn of a batch that is larger than predicted."""
+    def check_batch(self, role: str, batch: object, batch_idx: int, batches: float) -> None:
+        """Return to the system what collating a batch has freed; warn of a batch that is larger than predicted.
+
+        ``batches`` there are in all.
+        """
         if self._trim is not None:
             self._trim()
-        self.measuring.at_batch(batch_idx, trains=role == "train")
-        watch = self._watches.get(role)
+        watch, larger = self._watches.get(role), None
+        try:
+            larger = watch.larger(batch) if watch else None
+        except Exception:  # noqa: BLE001 - a batch that cannot be examined is trained on all the same
+            watch = self._watches[role] = None
+        last, trains, largest = batch_idx + 1 == batches, role == "train", bool(watch and watch.is_largest)
+        self.measuring.at_batch(batch, batch_idx, trains=trains, last=last, largest=largest)
+        offloading = self._offloading if trains else None
         if watch is None:
             return
-        try:
-            larger = watch.larger(batch)
-        except Exception:  # noqa: BLE001 - a batch that cannot be examined is trained on all the same
-            self._watches[role] = None
-            return
-        offloading = self._offloading if role == "train" else None
         if offloading is None:
             if larger is not None:
                 self._warn(announcement(larger, role, batch_idx))
@@ -359,10 +335,9 @@ class GuardedRun:
     def start_epoch(self) -> None:
         """Measure each epoch by itself; what follows an epoch, such as saving a checkpoint, counts in the next."""
         self.measuring.forget_gradients()
+        self.measuring.stop_counting()
         if self._growth is not None and attempt(self._note_growth).reason:
             self._growth = None
-        if not self.records:
-            self.measuring.restart()
         if self._offloading is not None:
             self._offloading.steps = 0
         forget_logged(self.trainer)
@@ -370,13 +345,10 @@ class GuardedRun:
     def _note_growth(self) -> None:
         """Warn once of memory that grows from epoch to epoch, so that not all of them fit."""
         budget, watch, trainer = self.decision.budget, self._growth, self.trainer
-        last, steps, of_epoch = trainer.max_epochs, trainer.max_steps, self.decision.steps_per_epoch
         if budget is None or watch is None:
             return
-        peak = self.records[-1].measured.peak_bytes if self.records else 0
-        epochs = MOST_EPOCHS if last is None or last < 0 else last
-        if steps > 0 and of_epoch:
-            epochs = min(epochs, math.ceil(steps / of_epoch))
+        peak = self.records[-1].measured.taken_bytes if self.records else 0
+        epochs = _epochs_of(trainer, self.decision.steps_per_epoch)
         grown = watch.note(peak, budget.free_bytes, trainer.current_epoch, epochs)
         if grown is not None:
             self._growth, said, known = None, self.decision.runs_out_at, self.decision.kept
@@ -393,6 +365,7 @@ class GuardedRun:
         record = self._record()
         if record is None:
             return
+        self.measuring.count_hooks_of_epoch()
         self.records.append(record)
         attempt(lambda: self._remember(record))
         self.measuring.restart()
@@ -427,27 +400,22 @@ class GuardedRun:
         if footprint is None or decision.budget is None:
             return None
         measured, budget = self.measuring.peak_by_part(), decision.budget
+        if footprint.phase == "checkpoint":
+            measured = measured.of_process()
         measured = replace(measured, step_seconds=self.measuring.step_seconds)
         epoch, size = self.trainer.current_epoch, self._own.batch_size(decision)
         offers = budget.free_bytes, budget.margin_bytes
         own = self._offloading.steps if self._offloading else 0
         moved = max(self.tuning.ranks.gather(own)) if self.trains else 0
         on_host = sum(decision.host.parts.values()) if decision.host else 0
-        seen = [
-            each.measured.peak_bytes for each in self.records if each.has_error and each.measured.peak_reserved_bytes
-        ]
-        again = range_after(max(seen)) if seen else None
+        again = _range_after(self.records)
         loaders = decision.loader_batch_sizes
         return EpochRecord(epoch, size, footprint, measured, *offers, moved, loaders, on_host, again)
 
     def summarize(self) -> None:
         """Print how close the prediction came; what the last epoch has left to be saved counts too."""
         if self.trains and self.records:
-            measured, last = self.measuring.peak_by_part(), self.records[-1].measured
-            if measured.peak_bytes > last.peak_bytes:
-                measured = replace(measured, alloc_retries=last.alloc_retries, ooms=last.ooms)
-                measured = replace(measured, step_seconds=last.step_seconds)
-                self.records[-1] = replace(self.records[-1], measured=measured)
+            self.records[-1] = self.records[-1].with_what_followed(self.measuring.peak_by_part())
         if self.records and self.trainer.is_global_zero:
             page = self._write_page()
             say(f"{last_line(self.records)}{f' Full report: {page}' if page else ''}")
@@ -588,3 +556,45 @@ class SnapshotRecorder:
         snapshot, self._snapshot = self._snapshot, None
         if snapshot is not None:
             snapshot.save(actual_path(self.path))
+
+
+def _not_divided(decision: Decision) -> Decision:
+    asked, size = decision.requested_batch_size, decision.batch_size
+    because = f"{asked} samples do not fit, and each optimizer step sees {size}: LBFGS accumulates no gradients"
+    return replace(decision, accumulate_grad_batches=decision.requested_accumulate_grad_batches, because=because)
+
+
+def _epochs_of(trainer: Trainer, steps_per_epoch: int | None) -> int:
+    """How many epochs a fit may have."""
+    last, steps = trainer.max_epochs, trainer.max_steps
+    epochs = MOST_EPOCHS if last is None or last < 0 else last
+    return min(epochs, math.ceil(steps / steps_per_epoch)) if steps > 0 and steps_per_epoch else epochs
+
+
+def _growth_watch(trainer: Trainer, module: LightningModule, profile: RunProfile) -> GrowthWatch:
+    infos = filter(None, (profile.loader_info, profile.run.validation_info))
+    loaders = (loader for info in infos for source in info.sources for loader in source.held)
+    datasets = [getattr(loader, "dataset", None) for loader in loaders]
+    others = [*trainer.callbacks, profile.facts.datamodule, *datasets]  # type: ignore[attr-defined]
+    return GrowthWatch(trainer.strategy.root_device, module, others)
+
+
+def _range_after(records: Sequence[EpochRecord]) -> tuple[int, int] | None:
+    """The peak that another epoch on a GPU is expected to have, after those that were measured."""
+    seen = [each.measured.peak_bytes for each in records if each.has_error and each.measured.peak_reserved_bytes]
+    return range_after(max(seen)) if seen else None
+
+
+def _short_search_words(trainer: Trainer, profile: RunProfile, decision: Decision) -> str:
+    """Say that a LearningRateFinder, which tries one rate a step, has too few of them until the epochs are over."""
+    tried, epochs = learning_rates_tried(trainer.callbacks), trainer.max_epochs or -1  # type: ignore[attr-defined]
+    batches = profile.loader_info.batches(decision.batch_size)
+    if decision.batch_size <= decision.requested_batch_size or batches is None or epochs < 0:
+        return ""
+    steps = -(-batches // decision.accumulate_grad_batches) * epochs
+    if steps >= tried:
+        return ""
+    return (
+        f"LearningRateFinder tries {tried} learning rates, one a step, but at batch size {decision.batch_size} "
+        f"this run has {counted(steps, 'step')}. Set `max_batch_size` in MemGuard, or train for more epochs."
+    )

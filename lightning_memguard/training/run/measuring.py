@@ -8,17 +8,23 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from lightning_memguard.core.batch.nesting import batch_bytes
+from lightning_memguard.core.capture.holders import unregistered_tensors
 from lightning_memguard.core.capture.recorder import gradients_of, part_bytes, states_of
-from lightning_memguard.core.decision.record import Measured
+from lightning_memguard.core.decision.record import AFTER_EPOCH, AFTER_VALIDATION, TRAINING, VALIDATION, Measured
 from lightning_memguard.core.device.children import ChildrenMeter
 from lightning_memguard.core.device.host import or_none
 from lightning_memguard.core.device.meter import PeakMeter, held_now
+from lightning_memguard.training.adapter import callbacks
 from lightning_memguard.training.facts.ranks import attempt
 
 if TYPE_CHECKING:
-    from pytorch_lightning import LightningModule, Trainer
+    from pytorch_lightning import Callback, LightningModule, Trainer
 
 _STEPS_MEASURED = 4  # optimizers stepped in turn each have a step of their own
+_BATCHES_COUNTED = 2  # of a validation; of a training, until two optimizer steps are done
+_MOST_SAMPLES_COUNTED = 256
+_MOST_BATCHES_COUNTED = 16  # a step may accumulate many
 
 
 class Measuring:
@@ -36,6 +42,10 @@ class Measuring:
         self._children: ChildrenMeter | None = None
         self._gradient_bytes: list[int] = []
         self.between_steps: list[tuple[int, int]] = []
+        self._counted_until = 0, 0  # step and batch
+        self._again = False  # whether the next batch is counted in any case
+        self._pauses = False  # whether counting goes on with the next batch
+        self._others = 0  # bytes that callbacks hold
         self._last: float | None = None  # when the batch before began, if what it takes counts
         self._times: tuple[float, int] = 0.0, 0  # seconds, and of how many batches
 
@@ -43,18 +53,28 @@ class Measuring:
         """Measure worker processes, too; call it before the sanity check, whose batches stay in shared memory."""
         self._children = attempt(ChildrenMeter).value
 
-    def start(self, *, trains: bool, on_host: bool) -> None:
+    def start(self, *, on_host: bool) -> None:
         """Start; what the model and its optimizers hold is the training's. ``on_host``: measure the host's peak too."""
-        optimizers = self._trainer.optimizers if trains else []
-        left = gradients_of(optimizers, self._module)  # by a fit before
-        states = [*self._module.parameters(), *self._module.buffers(), *states_of(optimizers), *left]
-        self._meter.start(part_bytes({"states": states}, self._device.type)["states"])
+        of_run: list[Callback] = self._trainer.callbacks  # type: ignore[attr-defined]
+        others = attempt(lambda: callbacks.held_bytes(of_run, self._module, self._device, averaging=True))
+        self._others = others.value or 0
+        self._meter.start(self._held() + self._others)
         if on_host:
             self._host_meter = PeakMeter(torch.device("cpu"))
             self._host_meter.start(0)
 
-    def at_batch(self, batch_idx: int, *, trains: bool) -> None:
-        """Look at the clock, and at the workers: their shared memory, and their pages after 2, 4, 8, ... batches."""
+    def _held(self) -> int:
+        """Bytes of the module, of the optimizers' states and of gradients, a fit before may have left some."""
+        module, optimizers = self._module, self._trainer.optimizers
+        own = [*module.parameters(), *module.buffers(), *unregistered_tensors(module)]
+        held = [*own, *states_of(optimizers), *gradients_of(optimizers, module)]
+        return part_bytes({"held": held}, self._device.type)["held"]
+
+    def at_batch(self, batch: object, batch_idx: int, *, trains: bool, last: bool, largest: bool) -> None:
+        """Look at the clock, and at the workers: their shared memory, and their pages after 2, 4, 8, ... batches.
+
+        The tensors of an epoch's first, last and ``largest`` steps are counted.
+        """
         now, before, (seconds, batches) = time.perf_counter(), self._last, self._times
         if before is not None and trains and batch_idx:
             self._times = seconds + now - before, batches + 1
@@ -63,6 +83,67 @@ class Measuring:
             self._children.read_shared()
             if batch_idx > 1 and batch_idx.bit_count() == 1:
                 self._children.read_pages()
+        if self._meter.tensors is not None:
+            again, self._again = self._again, False
+            self._count_at(batch, batch_idx, trains=trains, counts=batch_idx == 0 or last or largest or again)
+
+    def _count_at(self, batch: object, batch_idx: int, *, trains: bool, counts: bool) -> None:
+        steps = self._trainer.global_step if trains else batch_idx
+        if counts:
+            self._count(TRAINING if trains else VALIDATION, batch)
+            self._counted_until = steps + _BATCHES_COUNTED, batch_idx + _MOST_BATCHES_COUNTED
+        elif steps >= self._counted_until[0] or batch_idx >= self._counted_until[1]:
+            self.stop_counting()
+        elif self.is_counting or self._pauses:
+            self._count(TRAINING if trains else VALIDATION, batch)
+        self._pauses = False
+
+    @property
+    def is_counting(self) -> bool:
+        """Whether the tensors of this step are counted."""
+        return self._meter.tensors is not None and self._meter.tensors.is_open
+
+    def count_backward(self) -> None:
+        """Count afresh as a backward pass begins: earlier gradients were freed, unseen by what counts."""
+        if self.is_counting:
+            self._count(TRAINING)
+
+    def count_again(self) -> None:
+        """Count the tensors of the next steps: the process took more than those that were counted explain."""
+        if self._meter.tensors is not None:
+            self._meter.tensors.be_due()
+            self._again = True
+
+    def end_batch(self, batch_size: int) -> None:
+        """Stop counting until the next batch is there, if it is collated of many samples: each takes blocks."""
+        if batch_size > _MOST_SAMPLES_COUNTED:
+            self._pauses = self.is_counting
+            self.stop_counting()
+
+    def count_hooks_of_validation(self) -> None:
+        """Count what the hooks at the end of a validation take."""
+        self._count(AFTER_VALIDATION)
+
+    def count_hooks_of_epoch(self) -> None:
+        """Count what the hooks at the end of an epoch take."""
+        self._count(AFTER_EPOCH)
+
+    def stop_counting(self) -> None:
+        """Count no more until a step begins whose tensors are counted."""
+        if self._meter.tensors is not None:
+            or_none(self._meter.tensors.close)
+
+    def _count(self, kind: str, batch: object = None) -> None:
+        if self._meter.tensors is not None:
+            known = None if batch is None else lambda: self._held() + self._others + batch_bytes(batch)
+            or_none(self._meter.tensors.mark, kind, known)
+
+    def outside_tensors(self, batch: object) -> dict[str, int]:
+        """Bytes that the process takes now outside of the tensors of a step, as a batch begins, by what takes them."""
+        tensors = self._meter.tensors
+        if tensors is None:
+            return {}
+        return or_none(tensors.others, self._held() + self._others + batch_bytes(batch)) or {}
 
     def note_held(self) -> None:
         """Note what is held between two steps, for an error message to compare."""
@@ -100,7 +181,9 @@ class Measuring:
             return replace(measured, host_bytes=taken + self._host_meter.read({}).peak_bytes)
         if not taken or not measured.peak_bytes:
             return measured
-        return replace(measured, peak_bytes=measured.peak_bytes + taken, source=f"{measured.source} and workers")
+        process = measured.process_bytes and measured.process_bytes + taken
+        peak, source = measured.peak_bytes + taken, f"{measured.source} and workers"
+        return replace(measured, peak_bytes=peak, source=source, process_bytes=process)
 
     @property
     def step_seconds(self) -> float | None:

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from lightning_memguard.core.batch.nesting import batch_bytes
+from lightning_memguard.core.decision.record import TENSORS
 from lightning_memguard.core.device.budget import read_budget
 from lightning_memguard.core.device.malloc import return_freed_memory
 from lightning_memguard.report.failure import Larger, Offloaded, announcement, less_room_words, surprise_words
@@ -66,7 +67,8 @@ class Offloading:
         self._offload = Offload(self.module, host_bytes=left and max(0, left))
         self._own: Any = None  # what stood in the place of the strategy's method, while ours does
         self._is_on = self._has_moved = self._whole_ran = self._usual_fits = False
-        self._due, self._retries, self._pieces_bytes, self._measured_bytes = 0.0, 0, 0, 0
+        self._due, self._retries, self._pieces_bytes = 0.0, 0, 0
+        self._measured_bytes = self._tensor_bytes = 0  # of a step, and of these what tensors take for sure
         self._room = Room(0, 0)
         self._undo: list[Callable[[], None]] = []
         self._plans: dict[object, Plan] = {}  # by the shapes of a batch; () for the usual ones
@@ -123,11 +125,10 @@ class Offloading:
         return kind, self._demand_of(watch.kinds[0], kind, times)
 
     def _demand_of(self, usual: Kind, kind: Kind, times: float = 1.0) -> Demand:
-        footprint, measured = kind.footprint, self._measured_bytes
+        footprint, measured, sure = kind.footprint, self._measured_bytes, self._tensor_bytes
         parts = [*_STATES, *_LATER, *_OF_KERNELS]
         fixed = footprint.outside_bytes + sum(footprint.parts.get(part, 0) for part in parts)
         likely, most = footprint.peak_device_bytes, footprint.most_device_bytes
-        sure = measured - (_NOISE_BYTES if self._strategy.root_device.type == "cpu" else 0)  # of tensors
         if measured and kind is usual:
             return Demand(likely, measured if sure > most else min(most, measured), fixed, times, measured=True)
         more = max(1.0, sure / max(1, usual.footprint.peak_device_bytes))
@@ -144,11 +145,15 @@ class Offloading:
 
     def _look(self, watch: BatchWatch, batch: object) -> None:
         """Read what is free, and what the steps so far have taken; plans on other figures are made again."""
-        before = self._room, self._measured_bytes
+        before = self._room, self._measured_bytes, self._tensor_bytes
         if self._whole_ran and not self._has_moved and self.trainer.global_step >= 2 * len(self.trainer.optimizers):
-            self._measured_bytes = max(self._measured_bytes, self.measuring.peak().peak_bytes)
+            measured = self.measuring.peak()
+            counts_process = self._strategy.root_device.type == "cpu" and not measured.source.startswith(TENSORS)
+            noise = _NOISE_BYTES if counts_process else 0
+            self._measured_bytes = max(self._measured_bytes, measured.taken_bytes)
+            self._tensor_bytes = max(self._tensor_bytes, measured.peak_bytes - noise)
         self._room, usual = self._read_room(watch.kinds[0], batch), watch.kinds[0]
-        if (self._room, self._measured_bytes) != before:
+        if (self._room, self._measured_bytes, self._tensor_bytes) != before:
             self._plans.clear()
             self._usual_fits = self._demand_of(usual, usual).fits(self._room)
 

@@ -18,6 +18,7 @@ from lightning_memguard.core.batch.batches import Batches
 from lightning_memguard.core.batch.nesting import is_dense, tensors_in
 from lightning_memguard.core.capture.capture import Captures
 from lightning_memguard.core.capture.curve import Curve, Terms
+from lightning_memguard.core.capture.holders import unregistered_tensors
 from lightning_memguard.core.capture.predict import Prediction, Surveyor, predict_largest
 from lightning_memguard.core.capture.recorder import part_bytes
 from lightning_memguard.core.decision.decision import Budget, HostUse, LimitedBy, Request, decide, largest_that
@@ -46,7 +47,7 @@ from lightning_memguard.training.facts.run_facts import RunFacts
 from lightning_memguard.training.offload.predicted import offloaded
 from lightning_memguard.training.run.guard_settings import GuardSettings
 from lightning_memguard.training.strategies.sharded import Layout
-from lightning_memguard.units import format_bytes
+from lightning_memguard.units import MIB, format_bytes
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer
@@ -141,7 +142,11 @@ class RunProfile:
         kept_bytes: memory of this process that forked workers keep while training changes it.
         between: bytes on the CPU between two steps by part, without the module's own.
         collates: whether a batch is there twice while it is collated, in this process.
+        objects_per_sample: bytes of Python objects of each sample that is collated in this process, on the CPU.
         checkpoint: bytes of the host to save the weights and the optimizer state of another device.
+        saved_parts: parts of the training that its checkpoints hold.
+        unsaved_bytes: of the parameters and buffers, what its checkpoints do not hold.
+        notes_on_saving: what had to be assumed of its checkpoints.
         host: what the host offers; None on the CPU, where it is the device.
         shared: what /dev/shm offers; None without one.
         notes: what had to be assumed, in plain words.
@@ -159,7 +164,11 @@ class RunProfile:
     kept_bytes: int = 0
     between: tuple[tuple[str, int], ...] = ()
     collates: bool = False
+    objects_per_sample: int = 0
     checkpoint: tuple[int, int] = (0, 0)
+    saved_parts: tuple[str, ...] = ()
+    unsaved_bytes: int = 0
+    notes_on_saving: tuple[str, ...] = ()
     host: Budget | None = None
     shared: Budget | None = None
     notes: tuple[str, ...] = ()
@@ -246,11 +255,15 @@ class RunProfile:
             batch = self.step.expected_batch(batch_size)[1]
             collating = self._between_steps(most, "collate", batch=batch, temporaries=batch)
             most = max(most, collating, key=lambda each: each.most_device_bytes)
+        objects = self._object_bytes(batch_size) if validation is None else 0
         if validation is not None:
             note = f"the peak is in validation, at its batch size of {validation.batch_size}"
             notes = (note, *most.notes, *validation.footprint.notes)
             most = replace(validation.footprint, batch_size=batch_size, notes=notes)
-        most = self.with_extra(most)
+        most = self.with_extra(most.plus_outside(objects) if objects else most)
+        if objects > _WORTH_A_NOTE * most.peak_device_bytes and objects >= MIB:
+            note = f"at most, {format_bytes(objects)} are objects of the samples, which are collated in this process"
+            most = replace(most, notes=(*most.notes, note))
         return replace(most, notes=tuple(dict.fromkeys((*most.notes, *self.notes))))
 
     def saving_at(self, batch_size: int) -> Footprint | None:
@@ -259,17 +272,19 @@ class RunProfile:
         Lightning writes a checkpoint to a buffer of the host first, at the end of an epoch or of a step; a thread does
         it from a copy on the device, while training goes on. Checked on 2.5.0 (which made no such copy) to 2.6.6.
         """
-        saved, step = callbacks.saved_parts(self.facts), self.prediction.footprint_at(batch_size)
+        saved, step = self.saved_parts, self.prediction.footprint_at(batch_size)
         copies = callbacks.copies_saved(self.facts)
         if saved and copies and not self.run.program.layout:
             buffers = 1 if self.facts.device.type == "cpu" else 0
-            copied = sum(step.parts.get(part, 0) for part in saved) * (copies + buffers)
+            content = sum(step.parts.get(part, 0) for part in saved) - self.unsaved_bytes
+            copied = max(0, content) * (copies + buffers)
             return replace(self.with_extra(step.plus(copied, "checkpoint")), phase="checkpoint")
         if not saved or not self.between:
             return None
         parts = self._between_steps(step, "checkpoint").parts
-        buffer = sum(parts.get(part, 0) for part in saved)
-        return self.with_extra(self._between_steps(step, "checkpoint", checkpoint=buffer))
+        buffer = max(0, sum(parts.get(part, 0) for part in saved) - self.unsaved_bytes)
+        saving = self.with_extra(self._between_steps(step, "checkpoint", checkpoint=buffer))
+        return replace(saving, notes=(*saving.notes, *self.notes_on_saving))
 
     def _between_steps(self, step: Footprint, phase: str, **more: int) -> Footprint:
         """The memory between two steps on the CPU, with ``more`` by part."""
@@ -299,6 +314,14 @@ class RunProfile:
             own = self._workers_bytes(footprint.batch_size)
             footprint = footprint.plus(ahead, "prefetched").plus_range(own, "workers")
         return footprint
+
+    def with_objects(self, step: Footprint) -> Footprint:
+        """A training step with the objects of the samples that are collated for it."""
+        objects = self._object_bytes(step.batch_size)
+        return step.plus_outside(objects) if objects else step
+
+    def _object_bytes(self, batch_size: int) -> int:
+        return _BATCHES_OF_OBJECTS * self.objects_per_sample * batch_size
 
     @property
     def _validation_size(self) -> int:
@@ -366,6 +389,7 @@ class Reading:
     host: Budget | None
     shared: Budget | None
     fresh: bool
+    object_bytes: int
     insists: bool
 
     def request_on(self, traces: Collection[Trace], fixed: str) -> Request:
@@ -554,6 +578,7 @@ def read_run(reader: RunReader) -> Reading:
         host=host,
         shared=in_shared,
         fresh=samples.fresh,
+        object_bytes=samples.object_bytes,
         insists=settings.steps_to_keep is None,
     )
 
@@ -593,6 +618,10 @@ def profile_of(reading: Reading, captures: Captures) -> RunProfile:
     trace, plain = next(iter(prediction.surveyed.values()), None), not (run.program.layout or prediction.kinds)
     on_cpu = trace is not None and plain and run.facts.device.type == "cpu" and run.program.trains
     between = tuple(_alive_between_steps(trace, gradients=True)) if on_cpu and trace else ()
+    module = run.program.module
+    saved = callbacks.saved_parts(run.facts, module)
+    unsaved = callbacks.unsaved_bytes(module, "cpu") if saved and not run.program.layout else 0
+    savers = ", ".join(callbacks.hooks_that_save(run.facts, module)) if saved else ""
     return RunProfile(
         run,
         prediction,
@@ -604,7 +633,11 @@ def profile_of(reading: Reading, captures: Captures) -> RunProfile:
         kept_bytes=_kept_by_workers(reading, between),
         between=between,
         collates=reading.fresh and not (reading.workers and reading.workers.loop) and bool(between),
-        checkpoint=_checkpoint_bytes(run, prediction) if reading.host else (0, 0),
+        objects_per_sample=reading.object_bytes if on_cpu and not (reading.workers and reading.workers.loop) else 0,
+        checkpoint=_checkpoint_bytes(run, prediction, saved, unsaved) if reading.host else (0, 0),
+        saved_parts=saved,
+        unsaved_bytes=unsaved,
+        notes_on_saving=(f"{savers} saves a checkpoint, whose buffer in memory is included",) if savers else (),
         host=reading.host,
         shared=reading.shared,
         notes=(*reading.notes, *notes),
@@ -630,14 +663,15 @@ def _kept_by_workers(reading: Reading, between: Sequence[tuple[str, int]]) -> in
     return kept
 
 
-def _checkpoint_bytes(run: Run, training: Curve) -> tuple[int, int]:
+def _checkpoint_bytes(run: Run, training: Curve, saved: Sequence[str], unsaved: int) -> tuple[int, int]:
     """Bytes of the host for saving weights and optimizer state: a buffer, and under sharding what is gathered first."""
-    saved, trace = callbacks.saved_parts(run.facts), next(iter(training.surveyed.values()), None)
+    trace = next(iter(training.surveyed.values()), None)
     layout = run.program.layout
     if not saved or trace is None or (layout and layout.saves_shards):
         return 0, 0
     model = run.program.module
-    weights = part_bytes({"model": [*model.parameters(), *model.buffers()]}, "cpu")["model"]
+    own_tensors = [*model.parameters(), *model.buffers(), *unregistered_tensors(model)]
+    weights = max(0, part_bytes({"model": own_tensors}, "cpu")["model"] - unsaved)
     step = training.footprint_at(trace.batch_size)
     own = max(1, step.parts["parameters"] + step.parts["buffers"])
     state = sum(nbytes for part, nbytes in _alive_between_steps(trace, gradients=False) if part in saved)
@@ -658,7 +692,9 @@ def _why_one_size(prediction: Curve, *, asked: bool) -> str:
 
 def _budget(module: LightningModule, facts: RunFacts, settings: GuardSettings) -> tuple[Budget, int]:
     """Read the budget, and this training's bytes that are there already: these are predicted, so they count as free."""
-    held = part_bytes({"model": [*module.parameters(), *module.buffers()]}, facts.device.type)["model"]
+    unregistered = unregistered_tensors(module) if facts.device.type == "cpu" else ()
+    own = [*module.parameters(), *module.buffers(), *unregistered]
+    held = part_bytes({"model": own}, facts.device.type)["model"]
     held += callbacks.held_bytes(facts.callbacks, module, facts.device, averaging=True)
     margin, given = settings.margin, settings.budget_bytes
     if facts.device.type == "cpu" and settings.host_budget_bytes is not None:
@@ -729,3 +765,5 @@ def _request(
 
 
 MOST_IN_A_BATCH = 1 << 20
+_WORTH_A_NOTE = 0.1
+_BATCHES_OF_OBJECTS = 2  # that of the batch before is freed, and may stay in glibc's heap, in pieces

@@ -14,13 +14,13 @@ from lightning_memguard.core.device.context import context_bytes
 from lightning_memguard.core.device.malloc import trim_heap
 from lightning_memguard.core.device.process import LESS
 from lightning_memguard.core.range import NOTHING, Range
-from lightning_memguard.core.trace.kept import MOST_EPOCHS, MOST_STEPS, runs_out
+from lightning_memguard.core.trace.kept import MOST_EPOCHS, MOST_STEPS, Kept, left_words, runs_out
 from lightning_memguard.errors import CannotTraceError, DoesNotFitError, MemGuardError
 from lightning_memguard.training.adapter import callbacks
 from lightning_memguard.training.data.loaders import batches_taken
 from lightning_memguard.training.facts.lightning_types import is_a
 from lightning_memguard.training.facts.ranks import Ranks, attempt, shared
-from lightning_memguard.training.facts.run_facts import ROLES, Role, RunFacts, Stage, read_run_facts
+from lightning_memguard.training.facts.run_facts import ROLES, Role, RunFacts, Stage, read_run_facts, takes_steps
 from lightning_memguard.training.planning.advise import AdviceReport, try_remedies
 from lightning_memguard.training.run.choose import Choice, Planner, choose
 from lightning_memguard.training.run.earlier_runs import EarlierRuns
@@ -60,7 +60,7 @@ def tune(trainer: Trainer, module: LightningModule, settings: GuardSettings, sta
         DoesNotFitError: ``mode`` is ``"tune"`` and even the smallest size does not fit, on some rank.
     """
     size, ranks = 0, Ranks()  # of the loader, until it is known
-    speaks = trainer.is_global_zero and stage == "fit"
+    speaks = trainer.is_global_zero and stage == "fit" and takes_steps(trainer)
     line = SetupLine(speaks=speaks, most_seconds=settings.most_setup_seconds)
     try:
         facts = attempt(lambda: _facts_of(trainer, stage)).unwrap()
@@ -83,7 +83,7 @@ def tune(trainer: Trainer, module: LightningModule, settings: GuardSettings, sta
             try:
                 decision, profile = _choose(profile, ranks, planner)
             except DoesNotFitError as error:
-                raise _with_advice(error, profile) from None
+                raise _with_advice(_naming_what_is_left(error, profile), profile) from None
         tuning = with_steps(Tuning(decision, facts.role, _without_samples(profile), ranks, earlier))
         del profile
         trim_heap()  # of the samples drawn
@@ -109,7 +109,7 @@ def _choose(profile: RunProfile, ranks: Ranks, planner: Planner) -> Choice:
         if profile.facts.device.type != "cpu":
             raise
     asked = profile.request
-    smallest = replace(profile, request=replace(asked, max_batch_size=asked.smallest_batch_size))
+    smallest = replace(profile, request=replace(asked, max_batch_size=asked.smallest_batch_size), objects_per_sample=0)
     try:
         decision, chosen = choose(smallest.with_context(LESS), ranks, planner)
     except DoesNotFitError:
@@ -136,7 +136,7 @@ def with_steps(tuning: Tuning) -> Tuning:
     sizes = tuple(info.size_of(source, decision.batch_size) for source in info.sources if source.batch_size)
     decision = replace(decision, loader_batch_sizes=sizes if len(sizes) == len(info.sources) > 1 else ())
     if tuning.role != "train":
-        return replace(tuning, decision=decision)
+        return replace(tuning, decision=attempt(lambda: _noting_what_is_left(decision, profile)).value or decision)
 
     def steps(batch_size: int, accumulate: int, pieces: int = 1) -> int | None:
         batches = batches_taken(profile.facts.divided(pieces), profile.loader_info, batch_size)
@@ -164,6 +164,7 @@ def _with_what_is_left(decision: Decision, profile: RunProfile) -> Decision:
         times = 1 / interval if isinstance(interval, float) else (batches or 1) / (interval or 1)
         often = times if every is None else max(1, int(times)) / every
         of_epoch += int(left * (batches_taken(facts, info, size) or 0) * often)
+    decision = _noting_what_is_left(decision, profile)
     room = budget.free_bytes - footprint.peak_device_bytes
     epochs = MOST_EPOCHS if trainer.max_epochs is None or trainer.max_epochs < 0 else trainer.max_epochs
     steps = MOST_STEPS if trainer.max_steps < 0 else trainer.max_steps * decision.accumulate_grad_batches
@@ -188,15 +189,68 @@ def _with_advice(error: DoesNotFitError, profile: RunProfile) -> DoesNotFitError
 
     def remedies() -> AdviceReport:
         size, budget = profile.request.smallest_batch_size, profile.budget
-        if profile.prediction.footprint_at(size).most_device_bytes <= budget.usable_bytes:
+        counted = _as_refused(profile, size)
+        if counted.prediction.footprint_at(size).most_device_bytes <= budget.usable_bytes:
             return AdviceReport(())  # another rank is too small, or validation alone does not fit
         request = replace(profile.request, batch_size=size)
-        return try_remedies(profile.step, size, budget, most_seconds=_ADVICE_SECONDS, request=request)
+        return try_remedies(counted.step, size, budget, most_seconds=_ADVICE_SECONDS, request=request)
 
     advised = attempt(remedies).value
     if not advised or not advised.advice:
         return error
     return error.with_advice(advised.advice, what_would_fit(shortlist(advised.advice), advised.not_tried))
+
+
+def _noting_what_is_left(decision: Decision, profile: RunProfile) -> Decision:
+    """Return a decision that does not fit with a note on what batches leave behind, if that is most of it."""
+    known = decision.footprint
+    if known is None or decision.verdict != "does not fit":
+        return decision
+    said = _what_is_left(profile, decision.batch_size, known.peak_device_bytes)
+    return replace(decision, footprint=replace(known, notes=(said, *known.notes))) if said else decision
+
+
+def _naming_what_is_left(error: DoesNotFitError, profile: RunProfile) -> DoesNotFitError:
+    """Return the error led by what batches leave behind within an epoch, if that is most of what is needed."""
+
+    def find() -> str:
+        size = profile.request.smallest_batch_size
+        return _what_is_left(profile, size, profile.footprint_at(size).peak_device_bytes)
+
+    said = attempt(find).value
+    return error.led_by(f"{said[0].upper()}{said[1:]}.") if said else error
+
+
+def _what_is_left(profile: RunProfile, size: int, needed_bytes: int) -> str:
+    """Say what batches leave behind in an epoch, and what keeps less, if that is most of so many bytes; or empty."""
+    facts, validation, of_epoch = profile.facts, profile.run.validation_info, dict[Kept, int]()
+    for each in profile.kept:
+        info, batch = profile.loader_info, size
+        if each.when == "validation" and validation is not None:
+            info, batch = validation, profile.validation.batch_size if profile.validation else validation.batch_size
+        of_epoch[each] = each.bytes_at(batch) * (batches_taken(facts, info, batch) or 0)
+    most = max(of_epoch, key=of_epoch.__getitem__, default=None)
+    copied = profile.validation is not None and profile.validation.footprint.module.endswith("_epoch_end")
+    if most is None or (_COPIED_TIMES if copied else 2) * of_epoch[most] < needed_bytes:
+        return ""
+    return left_words(most, format_bytes(of_epoch[most]))
+
+
+_COPIED_TIMES = 8  # what a hook joins, and computes of it, is several times what was left
+
+
+def _as_refused(profile: RunProfile, size: int) -> RunProfile:
+    """Return the profile with a step that takes what the error says: no range of a process, but callbacks and workers.
+
+    So the figures of the error and of its remedies add up.
+    """
+    on_cpu = profile.facts.device.type == "cpu"
+    known = replace(profile.with_context(NOTHING), objects_per_sample=0) if on_cpu else profile
+    step, context = known.prediction.footprint_at(size), known.prediction.terms.context_bytes
+    whole = known.with_extra(step)
+    likely = whole.peak_device_bytes - step.peak_device_bytes
+    most = whole.highest.device_bytes - step.highest.device_bytes
+    return known.with_context(context + Range(min(likely, most), likely, max(likely, most)))
 
 
 def recheck(tuning: Tuning, others: Iterable[Callback], module: LightningModule, settings: GuardSettings) -> Tuning:

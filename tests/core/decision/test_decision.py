@@ -22,7 +22,7 @@ def footprints(peak_bytes: Callable[[int], int]) -> Callable[[int], Footprint]:
 
     def footprint_at(n: int) -> Footprint:
         peak = peak_bytes(n)
-        return Footprint(n, "cuda", peak // 4, peak // 2, peak, {"activations": peak // 4})
+        return Footprint(n, "cuda", peak // 2, peak // 2, peak, {"activations": peak // 2})
 
     return footprint_at
 

@@ -115,7 +115,9 @@ def test_seconds_are_logged_where_they_were_measured():
 def test_every_key_is_documented_and_every_documented_key_is_written():
     record = record_of(6 * GIB, 4 * GIB)
     bounded = replace(record.predicted, doubts=(Doubt("process", (Peak(1, 2, 5 * GIB), Peak(1, 2, 7 * GIB))),))
-    record = replace(record, measured=replace(record.measured, alloc_retries=0, host_bytes=0, step_seconds=2.0))
+    record = replace(
+        record, measured=replace(record.measured, alloc_retries=0, host_bytes=0, step_seconds=2.0, process_bytes=1)
+    )
     written = {
         re.sub(r"/\w+_gib$", "/<part>_gib", key) if key.count("/") == 2 else key
         for key in replace(record, predicted=replace(bounded, timing=TIMING)).as_metrics()

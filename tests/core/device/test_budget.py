@@ -114,7 +114,7 @@ def test_where_nvml_is_silent_cuda_answers(gpu):
     budget = read_budget(CUDA)
     assert (budget.total_bytes, budget.source) == (8 * GIB, "cuda")
     # asking opened the context, whose size is unknown: it is ours all the same
-    assert budget.free_bytes == 5 * GIB + context_module.CONTEXT_BYTES[-1] == 5 * GIB + context_bytes(CUDA)
+    assert budget.free_bytes == 5 * GIB + context_module.UNKNOWN_CONTEXT_BYTES == 5 * GIB + context_bytes(CUDA)
 
 
 def test_where_cuda_is_silent_too_the_host_answers_within_the_size_of_the_gpu(gpu, host):
@@ -178,7 +178,7 @@ def test_the_size_of_a_context_that_is_up_cancels_out(simulated_gpu, context, ot
         predicted_to_fit = will_reserve + context_bytes(CUDA) <= read_budget(CUDA, margin=0).free_bytes
     fits = will_reserve <= free + reserved
     assert fits or not predicted_to_fit
-    if context + others >= context_module.CONTEXT_BYTES[-1]:  # below, an unmeasured context is taken for larger
+    if context + others >= context_module.UNKNOWN_CONTEXT_BYTES:  # below, an unmeasured context is taken for larger
         assert predicted_to_fit == fits
 
 

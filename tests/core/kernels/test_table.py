@@ -17,7 +17,6 @@ from lightning_memguard.core import gpus
 from lightning_memguard.core.batch.batches import batches_from_one
 from lightning_memguard.core.capture.predict import capture
 from lightning_memguard.core.capture.program import LoopProgram
-from lightning_memguard.core.device import context
 from lightning_memguard.core.kernels import table
 from lightning_memguard.core.kernels.arguments import Call
 from lightning_memguard.core.trace.scratch import CpuTarget, CudaTarget
@@ -182,5 +181,9 @@ def captured_on_an_h200(model: nn.Module) -> Trace:
 
 
 def test_a_context_that_was_not_measured_has_bounds_around_what_is_likely() -> None:
-    low, point, high = context.CONTEXT_BYTES
-    assert 0 < low < point < high < 1_000_000_000
+    for gpu in gpus.catalogue():
+        low, point, high = gpu.context_bytes
+        assert 0 < low < point < high < 1_100_000_000
+    low, point, high = gpus.find("Tesla T4").context_bytes
+    assert low < 140.875 * MIB < high
+    assert point == pytest.approx(140.875 * MIB, rel=0.01)

@@ -17,7 +17,7 @@ from lightning_memguard.core.trace.trace import Event, Trace
 from lightning_memguard.errors import MemGuardError
 from lightning_memguard.units import GIB, KIB, MIB
 
-DEFAULT = AllocatorSettings()
+DEFAULT = AllocatorSettings(segments_descend=False)
 EXPANDABLE = AllocatorSettings(expandable_segments=True)
 EXACT = AllocatorSettings(kind="exact")
 
@@ -170,11 +170,12 @@ def test_the_smallest_block_that_fits_is_taken():
 
 
 def test_of_equal_blocks_the_lowest_is_taken():
-    device = allocator()
-    blocks = [alloc(device, 30 * MIB) for _ in range(3)]
-    for block in (blocks[2], blocks[0], blocks[1]):
-        device.free(block)
-    assert alloc(device, 30 * MIB).address == blocks[0].address
+    for descend in (False, True):
+        device = allocator(segments_descend=descend)
+        blocks = [alloc(device, 30 * MIB) for _ in range(3)]
+        for block in (blocks[2], blocks[0], blocks[1]):
+            device.free(block)
+        assert alloc(device, 30 * MIB).address == blocks[2 if descend else 0].address
 
 
 def test_a_block_too_small_is_passed_over_and_a_new_segment_reserved():
@@ -553,7 +554,7 @@ def read(text: str) -> AllocatorSettings:
 
 
 def test_without_a_variable_the_defaults_hold():
-    assert AllocatorSettings.for_device("cuda", {}) == DEFAULT
+    assert AllocatorSettings.for_device("cuda", {}) == AllocatorSettings()
 
 
 def test_the_cpu_is_exact_whatever_the_variable_says():
@@ -582,12 +583,12 @@ def test_the_old_variable_wins_over_the_new_one_even_when_empty():
         assert (
             AllocatorSettings.for_device("cuda", {**new, old: "max_split_size_mb:64"}).max_split_size_bytes == 64 * MIB
         )
-        assert AllocatorSettings.for_device("cuda", {**new, old: ""}) == DEFAULT
+        assert AllocatorSettings.for_device("cuda", {**new, old: ""}) == AllocatorSettings()
 
 
 def test_keys_that_decide_nothing_here_are_passed_over():
     text = "pinned_use_background_threads:True,some_list:[1:2,3:4],backend:native,max_split_size_mb:64,tomorrow:1"
-    assert read(text) == replace(DEFAULT, max_split_size_bytes=64 * MIB)
+    assert read(text) == replace(AllocatorSettings(), max_split_size_bytes=64 * MIB)
 
 
 @pytest.mark.parametrize(
@@ -681,6 +682,7 @@ def caching_settings() -> st.SearchStrategy[AllocatorSettings]:
         garbage_collection_threshold=st.sampled_from((0.0, 0.3, 0.8)),
         per_process_memory_fraction=st.sampled_from((1.0, 0.9)),
         large_segment_size_bytes=st.sampled_from((20 * MIB, 12 * MIB, 32 * MIB)),
+        segments_descend=st.booleans(),
     )
 
 
@@ -797,7 +799,7 @@ class NaiveAllocator:
 @given(traces())
 def test_every_block_lies_where_a_naive_allocator_puts_it(trace):
     device, naive = Allocator(DEFAULT), NaiveAllocator()
-    first_address = device._next_address
+    first_address = device._addresses.take(0)
     blocks = {}
     for event in trace:
         if event.nbytes == 0:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_memguard.core.range import Range
+from lightning_memguard.core.range import NOTHING, Range
 from lightning_memguard.core.replay.footprint import LESS_CACHED, MORE_CACHED, Footprint, Peak, footprint
 from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.core.trace.scratch import Plans
@@ -221,3 +223,38 @@ def test_the_cache_grows_no_further_than_the_device():
 
 def test_a_peak_never_has_less_reserved_than_allocated():
     assert Peak(40, 60, 70).fragmented(-30) == Peak(40, 40, 50)
+
+
+def test_a_workspace_of_the_first_forward_pass_is_a_scenario_of_its_own():
+    """One block more of 60 MiB, freed before the others come, serves 30 MiB that would take a segment of their own."""
+    first = Plans(NOTHING, (), (0, 60 * MIB))
+    held = Event("alloc", 0, 3 * MIB, "parameters", "setup")
+    pass_ = held._replace(phase="forward", operator="aten.convolution.default")
+    later = [Event("alloc", 1, 40 * MIB), Event("free", 1, 40 * MIB), Event("alloc", 2, 60 * MIB)]
+    trace = trace_of(held, *scratch_events((first,), -1, pass_), *later, device="cuda")
+    assert [event.case for event in trace.events if event.block < 0] == ["first", "first"]
+    assert len(trace.only("point").events) == len(trace.events) - 2
+    found = footprint(trace, CUDA)
+    assert found.peak_reserved_bytes == 120 * MIB  # 20, 40 and 60
+    less = int(LESS_CACHED * found.peak_allocated_bytes)
+    assert found.low is not None
+    assert found.low.reserved_bytes == 80 * MIB - less  # 40 are cut from 60, which then serve 60
+    likely = scratch_events((first._replace(first=(60 * MIB, 0)),), -1, pass_)
+    assert footprint(trace_of(held, *likely, *later, device="cuda"), CUDA).peak_reserved_bytes == 80 * MIB
+
+
+def test_addresses_that_the_driver_may_give_in_another_order_are_in_the_range():
+    """Two free blocks of 40 MiB, one of them half of a segment of 80 that is asked for as a whole later."""
+    taken = [Event("alloc", 0, 40 * MIB), Event("alloc", 1, 80 * MIB), Event("free", 1, 80 * MIB)]
+    tie = [Event("alloc", 2, 40 * MIB), Event("free", 0, 40 * MIB), Event("alloc", 3, 40 * MIB)]
+    whole = [Event("free", 2, 40 * MIB), Event("alloc", 4, 80 * MIB)]
+    trace = trace_of(*taken, *tie, *whole, device="cuda")
+    likely = []
+    for settings in (CUDA, replace(CUDA, segments_descend=False)):
+        found = footprint(trace, settings)
+        likely.append(found.peak_reserved_bytes // MIB)
+        assert found.low is not None
+        assert found.high is not None
+        more = int(MORE_CACHED * 120 * MIB)
+        assert (found.low.reserved_bytes, found.high.reserved_bytes) == (120 * MIB, 200 * MIB + more)
+    assert likely == [200, 120]

@@ -580,7 +580,7 @@ def test_a_batch_norm_is_laid_out_as_its_kernel_does(x):
 def test_an_operator_without_a_known_bound_is_refused_by_name():
     with pytest.raises(ValueNeededError) as error:
         result_of(aten.unique_dim.default, (torch.zeros(3, 4), 0), {})
-    assert str(error.value) == "aten.unique_dim.default needs the values of its input, which only a real run can give."
+    assert str(error.value) == "torch.unique_dim needs the values of its input, which only a real run can give."
 
 
 def test_a_count_of_classes_has_as_many_bins_as_its_caller_names_and_else_no_bound():
@@ -593,8 +593,8 @@ def test_a_count_of_classes_has_as_many_bins_as_its_caller_names_and_else_no_bou
 
 
 def test_a_note_states_what_was_assumed():
-    assert assumption(aten.nonzero.default) == "aten.nonzero.default was assumed to return its largest result"
-    assert assumption(aten.bincount.default) == "aten.bincount.default was assumed to return minlength bins"
+    assert assumption(aten.nonzero.default) == "torch.nonzero was assumed to return its largest result"
+    assert assumption(aten.bincount.default) == "torch.bincount was assumed to return as many bins as its minlength"
 
 
 # Operators whose result is known without running them

@@ -6,15 +6,19 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torchgen
+import yaml
 from torch import nn
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from lightning_memguard import estimate
 from lightning_memguard.core import gpus
@@ -411,3 +415,100 @@ def test_fused_optimizers_step_without_temporaries(build: Any) -> None:
             raise
         pytest.skip("this torch fuses no such step on CUDA")
     assert [e for e in trace if e.phase == "optimizer" and e.step == 1 and e.action == "alloc"] == []
+
+
+class Attending(nn.Module):
+    """Attention by the function of torch.nn.functional, as modules of transformers call it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inputs, self.out = nn.Linear(128, 3 * 128), nn.Linear(128, 128)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = [each.unflatten(-1, (2, 64)).transpose(1, 2) for each in self.inputs(x).chunk(3, -1)]
+        return x + self.out(F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("by", [torch.Tensor.backward, torch.autograd.backward], ids=["tensor", "autograd"])
+def test_a_users_wrapper_around_attention_takes_the_gpus_kernel_when_a_checkpoint_recomputes_it(by, monkeypatch):
+    torchs = F.scaled_dot_product_attention
+
+    class Step(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = Attending()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return checkpoint(self.block, x, use_reentrant=False)
+
+    def events() -> list[Any]:
+        recorder = Recorder("cuda", kernel_target=H200.kernel_target)
+        with tensors(fake=True, gpu=H200):
+            model, x = Step().to(FAKE_DEVICE, torch.bfloat16), torch.ones(2, 64, 128).to(FAKE_DEVICE, torch.bfloat16)
+            with watching(recorder, model):
+                recorder.mark("forward")
+                loss = model(x).sum()
+                recorder.mark("backward")
+                by(loss)
+        return [event._replace(source="") for event in recorder.rows]
+
+    plain = events()
+    assert any("attention_backward" in event.operator for event in plain)
+
+    def wrapper(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return torchs(*args, **kwargs)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", wrapper)
+    assert events() == plain
+
+
+def test_modules_of_torch_call_a_users_wrapper_around_attention(monkeypatch):
+    torchs, calls = F.scaled_dot_product_attention, []
+
+    def wrapper(*args: Any, **kwargs: Any) -> torch.Tensor:
+        calls.append(1)
+        return torchs(*args, **kwargs)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", wrapper)
+    with simulating() as seen:
+        attention = nn.MultiheadAttention(64, 1, batch_first=True).to(FAKE_DEVICE, torch.bfloat16)
+        x = torch.ones(2, 32, 64, dtype=torch.bfloat16, device=FAKE_DEVICE)
+        attention(x, x, x, need_weights=False)
+    assert calls
+    assert any(name.startswith(("_scaled_dot_product_cudnn", "_scaled_dot_product_flash")) for name in seen.names)
+
+
+def test_every_operator_that_only_a_build_with_cuda_leaves_whole_has_a_kernel() -> None:
+    text = Path(torchgen.__file__).parent.joinpath("packaged/ATen/native/native_functions.yaml").read_text()
+    entries = {entry["func"].partition("(")[0]: entry for entry in yaml.load(text, Loader=yaml.CSafeLoader)}
+
+    def keys(entry: dict[str, Any]) -> set[str]:
+        own = {key.strip() for keys in entry.get("dispatch", {}) for key in keys.split(",")}
+        return own | (keys(entries[entry["structured_delegate"]]) if "structured_delegate" in entry else set())
+
+    found = {name for name, entry in entries.items() if {"CUDA", "CompositeImplicitAutograd"} <= keys(entry)}
+    assert found == set(fake_cuda.WITH_KERNEL)
+
+
+@pytest.mark.parametrize("activation", [nn.SiLU(), nn.Mish()])
+def test_an_activations_gradient_is_one_kernel(activation: nn.Module) -> None:
+    with simulating() as seen:
+        activation(torch.ones(2, 8, device="cuda", requires_grad=True)).sum().backward()
+    assert f"{type(activation).__name__.lower()}_backward" in seen
+    assert "sigmoid" not in seen
+
+
+def test_cudnn_is_asked_for_its_version_while_no_gpu_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's first call refuses GPUs that need an older cuDNN, such as a V100."""
+    seen: list[bool] = []
+
+    def version() -> int:
+        seen.append(torch.cuda.is_available())
+        if seen[0]:
+            raise RuntimeError("cuDNN version 91900 is not compatible with devices with SM < 7.5")
+        return 91900
+
+    monkeypatch.setattr(torch.backends.cudnn, "version", version)
+    with simulating(V100):
+        nn.Conv2d(3, 3, 3, device="cuda")(torch.ones(2, 3, 4, 4, device="cuda")).sum().backward()
+    assert seen[0] is False

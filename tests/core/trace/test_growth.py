@@ -380,7 +380,7 @@ def test_what_belongs_to_the_batch_is_drawn_on_by_a_line_and_the_rest_stays():
     small, large = ran(2, 40, scratch=90), ran(4, 30, 30, scratch=100)
 
     def drawn_on(traces: list[Trace], batch_size: int) -> dict[str, list[int]]:
-        return {case: sizes_of(extrapolate(traces, batch_size).only(case)) for case in CASES}
+        return {case: sizes_of(extrapolate(traces, batch_size).only(case)) for case in CASES[:3]}
 
     assert drawn_on([large, small], 8) == {
         "low": [100, 120, 50, 50, 120],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import warnings
 from collections import UserDict, deque
 from collections.abc import Callable, Iterator, Mapping
@@ -646,6 +647,7 @@ def fit_texts(of: str, loader: Any, *callbacks: pl.Callback) -> list[str]:
 @pytest.mark.parametrize(("of", "largest"), [("attention", "8 x 512"), ("contrast", "512 x 8")])
 @pytest.mark.parametrize("made", MADE)
 def test_of_batches_of_equal_bytes_the_one_that_takes_the_most_is_predicted(made, of, largest, caplog):
+    caplog.set_level(logging.DEBUG, "lightning_memguard")  # with the table
     guard, loader = MemGuard(batch_size="largest", budget="1GiB"), MADE[made](BUCKETS)
     said = fit_texts(of, loader, guard)
     footprint = guard.decision.footprint
@@ -666,7 +668,7 @@ def test_one_that_takes_more_than_those_drawn_is_announced_once_and_no_batch_siz
     assert text.startswith("MemGuard: Training batch 101 has [8, 512], larger than the [64, 64] of the prediction.")
     guard = MemGuard(batch_size="largest", budget=1 << 20, offload="never")
     said = " ".join(fit_texts("attention", MADE["a stream of batches"](sizes), guard))
-    assert "The largest of the batches drawn (8 x 512) does NOT fit" in said
+    assert "the largest of the batches drawn (8 x 512) does NOT fit" in said
     assert "Lower the sampler's token budget or bucket width" in said
     assert "max_batch_size" not in said
 

@@ -530,8 +530,7 @@ def test_a_loader_made_again_that_cannot_be_resized_trains_as_it_is() -> None:
                 return Plain()
             return DataLoader(numbered(40), batch_size=4)
 
-    with pytest.warns(UserWarning, match="left the train loader as it is: .* not a torch DataLoader"):
-        module = fitted(Data(), 20, max_epochs=2, reload_dataloaders_every_n_epochs=1)
+    module = fitted(Data(), 20, max_epochs=2, reload_dataloaders_every_n_epochs=1)
     assert [shape[0] for shape in module.shapes] == [20, 20, 6, 6]
 
 

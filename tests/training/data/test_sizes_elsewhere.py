@@ -119,11 +119,11 @@ class ForLoader(Net):
 CASES: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "a sampler": (
         lambda: Drawing(sampler=Sampler(64)),
-        "`sampler.sample_size` is 64 as well and stays so",
+        "`sampler.sample_size` is 64 too and would not follow",
     ),
     "a sampler of another size": (lambda: Drawing(sampler=Sampler(32)), ""),
     "a sampler whose size no step reads": (lambda: Drawing(sampler=Unread(64)), ""),
-    "a loss": (lambda: Net(loss=Loss(64)), "`loss.batch_size` is 64 as well"),
+    "a loss": (lambda: Net(loss=Loss(64)), "`loss.batch_size` is 64 too"),
     "a configuration": (
         lambda: Configured(cfg=Namespace(data=Namespace(batch_size=64))),
         "`cfg.data.batch_size` is 64",
@@ -158,4 +158,4 @@ def test_a_run_keeps_its_size_and_says_why(trainer: Any, small: Any, dataset: An
     module.loss_of = Loss(10)
     trainer(guard).fit(module, torch.utils.data.DataLoader(dataset, batch_size=10))
     assert guard.decision.outcome == "kept"
-    assert "`loss_of.batch_size` is 10 as well" in guard.decision.reason
+    assert "`loss_of.batch_size` is 10 too" in guard.decision.reason

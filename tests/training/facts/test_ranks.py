@@ -121,7 +121,7 @@ def test_spawned_ranks_choose_alike(tmp_path: Path) -> None:
         "    data = TensorDataset(torch.randn(1000, 16), torch.randint(0, 4, (1000,)))\n"
         "    trainer = pl.Trainer(accelerator='cpu', devices=2, strategy='ddp_spawn', max_epochs=1, logger=False,\n"
         "        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,\n"
-        "        callbacks=[MemGuard(budget=100 * KIB)])\n"
+        "        callbacks=[MemGuard(batch_size='largest', budget=100 * KIB)])\n"
         "    trainer.fit(Telling(), DataLoader(data, batch_size=4))\n"
     )
     words = [sys.executable, program]
@@ -182,3 +182,17 @@ def test_a_shared_device_is_divided_and_what_is_ones_own_stays() -> None:
 def test_another_machine_and_a_given_budget_are_not_shared(other: Any) -> None:
     budget = Budget(10_000, 1100, 110, "host", "CPU")
     assert ranks_module.shared(ranks(other), budget, torch.device("cpu"), held_bytes=0) == budget
+
+
+@pytest.mark.parametrize(
+    ("scenario", "plain"),
+    [("one offloads", "whole"), ("both offload", "whole"), ("one offloads, accumulated", "whole, accumulated")],
+)
+def test_ranks_whose_activations_are_elsewhere_train_as_all_others(
+    seen: dict[str, tuple[Seen, Seen]], scenario: str, plain: str
+) -> None:
+    """To the bit: the other rank sees the same collectives, buffers and parameters without a gradient included."""
+    for rank, whole in zip(seen[scenario], seen[plain], strict=True):
+        assert (rank["error"], rank["step"]) == ("", whole["step"])
+        assert rank["state"] == whole["state"]
+        assert (whole["offloaded"], rank["offloaded"]) == ([0], [8])

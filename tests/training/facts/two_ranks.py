@@ -106,6 +106,28 @@ def resume(folder: Path) -> dict[str, Any]:
     return {"first": first, "again": again}
 
 
+class Normed(Module):
+    """With batch norm, whose buffers DistributedDataParallel sends, and a layer that only every other batch uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(16, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 4))
+        self.other = nn.Linear(4, 4)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        out = self.net(batch[0])
+        return nn.functional.cross_entropy(out if batch_idx % 2 else self.other(out), batch[1])
+
+
+def offloaded(*ranks: int, **settings: Any) -> dict[str, Any]:
+    """A short training in which the steps of some ranks keep their activations elsewhere, and its state."""
+    guard, module = MemGuard(offload="always" if RANK in ranks else "never", max_batch_size=4), Normed()
+    seen = fit(guard, module=module, samples=64, strategy="ddp_find_unused_parameters_true", **settings)
+    state = torch.cat([each.detach().double().flatten() for each in module.state_dict().values()])
+    return {**seen, "state": state.tolist(), "offloaded": [record.offloaded for record in guard.records]}
+
+
 def scenarios(folder: Path) -> dict[str, Callable[[], dict[str, Any]]]:
     return {
         "budgets": lambda: fit(MemGuard(batch_size="largest", budget=(100 if RANK == 0 else 200) * KIB)),
@@ -117,6 +139,11 @@ def scenarios(folder: Path) -> dict[str, Callable[[], dict[str, Any]]]:
         "shared": lambda: fit(MemGuard(batch_size="largest", max_batch_size=8)),
         "check": lambda: fit(MemGuard(mode="check", budget=1 * KIB)),
         "resume": lambda: resume(folder),
+        "whole": offloaded,
+        "one offloads": lambda: offloaded(1),
+        "both offload": lambda: offloaded(0, 1),
+        "whole, accumulated": lambda: offloaded(accumulate_grad_batches=2),
+        "one offloads, accumulated": lambda: offloaded(0, accumulate_grad_batches=2),
     }
 
 

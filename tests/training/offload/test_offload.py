@@ -403,6 +403,7 @@ def test_a_forward_pass_without_a_backward_pass_leaves_nothing(way):
     finally:
         gc.enable()
     packer = offload._packer
+    packer._forget()
     assert (packer.kept_bytes, packer.kept, packer.copies) == (0, {}, {})
     for file in packer.files.values():
         file._space.take(1)
@@ -675,6 +676,29 @@ def test_the_predicted_peak_falls_as_the_capture_runs_the_same_code():
         whole, kept, least = (peak(device, keep_bytes) for keep_bytes in (None, 4 * one, 0))
         assert whole - least > 10 * one
         assert 3 * one <= kept - least <= 4 * one
+
+
+class Holds(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4)])
+        self.offload = offload_activations(self, 123)
+
+    def forward(self, x):
+        with self.offload:
+            return self.layers(x).square().mean()
+
+
+def test_a_module_may_hold_it_and_be_copied():
+    module, batch = Holds(), torch.randn(4096, 64)
+    found = copy.deepcopy(module)
+    assert found.offload.module is found
+    assert (found.offload.keep_bytes, found.offload.refused) == (123, "")
+    found(batch).backward()
+    assert found.offload.moved_bytes > 8 << 20
+    assert module.offload.moved_bytes == 0
+    estimated = estimate(module, batch, step=lambda module, x: module(x), device="cpu")
+    assert estimated.peak_allocated_bytes < 7 << 20
 
 
 def test_a_capture_that_runs_a_copy_writes_no_file():

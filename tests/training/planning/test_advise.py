@@ -23,7 +23,7 @@ from lightning_memguard.core.capture.curve import Curve, Terms
 from lightning_memguard.core.capture.predict import Prediction, predict
 from lightning_memguard.core.capture.program import LoopProgram
 from lightning_memguard.core.decision.advice import Advice, in_order, text
-from lightning_memguard.core.decision.decision import Budget, Request
+from lightning_memguard.core.decision.decision import Budget, Request, decide
 from lightning_memguard.core.isolation.pool import in_child
 from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.core.trace.growth import grow
@@ -33,6 +33,7 @@ from lightning_memguard.training.planning import advise as advise_module
 from lightning_memguard.training.planning import remedies as remedies_module
 from lightning_memguard.training.planning.advise import AdviceReport, try_remedies
 from lightning_memguard.training.planning.remedies import BlockCost, EightBitAdam, cheapest
+from lightning_memguard.training.planning.search import largest_that_runs, with_retries
 from lightning_memguard.training.planning.subject import trainer_for
 from lightning_memguard.training.run import choose as choose_module
 from lightning_memguard.training.run import tune as tuning_module
@@ -515,6 +516,19 @@ def test_a_setting_of_the_allocator_is_a_remedy_that_costs_nothing() -> None:
     assert advised(AllocatorSettings(kind="exact"), 140 * MIB) == []
 
 
+def test_a_refusal_names_the_setting_of_the_allocator_that_fits() -> None:
+    """Four samples need 160 MiB as it is, 120 in segments that grow, and the budget is between the two."""
+    known = Prediction(mock.Mock(), Curve(Terms(AllocatorSettings()), "fake", grow([growing(4), growing(8)])))
+    request, budget = Request(4, free_to_choose=False), Budget(140 * MIB, 140 * MIB, 0, "given", "a GPU")
+    decision = with_retries(decide(known.footprint_at, budget, request), known)
+    assert decision.setting == "PYTORCH_ALLOC_CONF=expandable_segments:True"
+    assert decision.reason.startswith(f"batch size 4 does NOT fit, but would with {decision.setting} in the environ")
+    with pytest.raises(DoesNotFitError, match=f"set {decision.setting} in the environment, with which it fits"):
+        largest_that_runs(known, budget, replace(request, free_to_choose=True, min_batch_size=4))
+    small = replace(budget, free_bytes=100 * MIB)
+    assert with_retries(decide(known.footprint_at, small, request), known).setting == ""
+
+
 def growing(size: int) -> Trace:
     """Blocks of 30 MiB and one of 10 MiB a sample, which none of their segments can hold."""
     events = [Event("alloc", block, 30 * MIB) for block in range(4)]
@@ -541,8 +555,34 @@ def test_a_setting_of_the_allocator_is_named_with_the_batch_sizes_that_fit() -> 
 def test_a_setting_that_saves_much_is_noted_where_the_size_is_chosen() -> None:
     known = Curve(Terms(AllocatorSettings()), "fake", captured={8: (fragmenting(),)}, scalable=False)
     (note,) = choose_module._with_setting_note(known.footprint_at(8), known).notes
-    words = "the same step needs 120.0 MiB instead of 220.0 MiB"
+    words = "the same step needs at most 120.0 MiB instead of 220.0 MiB"
     assert note == f"with PYTORCH_ALLOC_CONF=expandable_segments:True in the environment, {words}"
     grown = Trace(8, "cuda", "fake", (Event("alloc", 0, 100 * MIB),))
     known = Curve(Terms(AllocatorSettings()), "fake", captured={8: (grown,)}, scalable=False)
     assert choose_module._with_setting_note(known.footprint_at(8), known).notes == ()
+
+
+def test_the_figures_of_a_refusal_and_of_its_remedies_add_up(tmp_path):
+    """What a remedy needs and what it saves is what the error says that the step needs."""
+
+    class Wide(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(6)))
+
+        def training_step(self, batch, _):
+            return self.net(batch[0]).sum()
+
+        def configure_optimizers(self):
+            return torch.optim.Adam(self.parameters())
+
+    data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.rand(64, 1024)), batch_size=8)
+    trainer = pl.Trainer(
+        max_epochs=1, accelerator="cpu", logger=False, default_root_dir=tmp_path, callbacks=[MemGuard(budget="80MiB")]
+    )
+    with pytest.raises(DoesNotFitError) as caught:
+        trainer.fit(Wide(), data)
+    error = caught.value
+    assert error.advice
+    for each in error.advice:
+        assert each.footprint.most_device_bytes + each.saved_bytes == error.needed_bytes

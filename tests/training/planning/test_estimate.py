@@ -22,10 +22,12 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 from lightning_memguard import CannotTraceError, MemGuardError, estimate
+from lightning_memguard.cli.tables import headline
 from lightning_memguard.core import gpus
-from lightning_memguard.core.device.context import CONTEXT_BYTES
 from lightning_memguard.core.device.process import process_bytes
 from lightning_memguard.core.trace.trace import PARTS
+from lightning_memguard.training.planning.subject import subject_of
+from lightning_memguard.training.planning.target import target_of
 from lightning_memguard.units import GIB, MIB
 
 LIGHTNINGS = (lightning.pytorch, pytorch_lightning)
@@ -472,7 +474,9 @@ def planned(model: Any = None, batch: Any = IMAGES, device: str = "NVIDIA H200",
     assert (found.method, found.device) == ("fake", "cuda")
     assert tuple(found.parts) == PARTS
     assert sum(found.parts.values()) == found.peak_allocated_bytes <= found.peak_reserved_bytes
-    assert found.peak_device_bytes == found.peak_reserved_bytes + CONTEXT_BYTES[1]
+    gpu = target_of(device).gpu
+    assert gpu is not None
+    assert found.outside_bytes == gpu.context_bytes.likely
     assert found.low.device_bytes < found.peak_device_bytes < found.high.device_bytes
     assert found.most_device_bytes == found.high.device_bytes - found.yielding_bytes
     return found
@@ -649,3 +653,40 @@ def test_what_is_not_there_is_not_touched():
     assert torch.equal(images, IMAGES)
     assert all(torch.equal(weights[name], value) for name, value in model.state_dict().items())
     assert torch.cuda.is_initialized() == started
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_what_the_loop_keeps_is_counted_as_the_profiler_sees_it(keeps, monkeypatch):
+    """Logits of 4 x 512 x 10,000, that a loop's variable holds until the next forward pass has returned."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[3] / "benchmarks")
+    truth = importlib.import_module("shared.truth")
+    batch = torch.ones(4, 512, 16)
+
+    def loss_of(logits: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(logits.flatten(0, 1).exp(), torch.zeros(2048, dtype=torch.long))
+
+    def step(model: nn.Module, given: torch.Tensor) -> Any:
+        logits = model(given)
+        return (loss_of(logits), logits) if keeps else loss_of(logits)
+
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        real = nn.Linear(16, 10_000)
+        optimizer, logits = torch.optim.SGD(real.parameters()), None
+        for _ in range(3):
+            optimizer.zero_grad()
+            if keeps:
+                logits = real(batch)
+                loss = loss_of(logits)
+            else:
+                loss = step(real, batch)
+            loss.backward()
+            optimizer.step()
+    _, measured = truth.peak_of(truth.memory_events(profiler))
+    found = estimate(nn.Linear(16, 10_000), batch, step=step, optimizer=torch.optim.SGD, device="cpu")
+    assert abs(found.peak_allocated_bytes - found.parts["batch"] - measured) <= 64
+
+
+@pytest.mark.parametrize(("dtype", "said"), [(torch.bfloat16, "in bfloat16"), (torch.float32, "at 32-true")])
+def test_the_headline_says_what_the_parameters_are_in(dtype: torch.dtype, said: str) -> None:
+    subject = subject_of(nn.Linear(4, 4).to(dtype), torch.zeros(2, 4, dtype=dtype), step=sum_of_outputs)
+    assert headline(subject).startswith(f"Linear, training {said}; example batch: 2 x 4")

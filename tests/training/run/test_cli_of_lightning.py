@@ -67,8 +67,8 @@ def guard_of(made: Any) -> MemGuard:
 @pytest.mark.parametrize("name", ["MemGuard", "lightning_memguard.MemGuard"])
 def test_a_guard_from_the_command_line(package: str, name: str) -> None:
     """By its name where the script imports it, and by its dotted path where it does not."""
-    settings = ["--trainer.callbacks.budget=24GiB", "--trainer.callbacks.max_batch_size=20"]
-    made = cli(package, f"--trainer.callbacks={name}", *settings)
+    settings = ("budget=24GiB", "max_batch_size=20", "batch_size=largest")
+    made = cli(package, f"--trainer.callbacks={name}", *(f"--trainer.callbacks.{each}" for each in settings))
     decision = guard_of(made).decision
     assert decision is not None
     assert decision.budget is not None

@@ -77,7 +77,7 @@ def test_a_run_that_passes_its_budget_warns_after_two_batches_with_the_size_that
 
     class Listener(pl.Callback):
         def on_train_batch_end(self, *_: Any) -> None:
-            said.append(guard._run._checks_peak)
+            said.append(guard._run._overruns.checks)
 
     (text,) = fit(small(_WIDTH), guard, at, Listener())
     assert said[:3] == [True, True, False]  # at the start of the third batch

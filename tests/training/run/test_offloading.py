@@ -178,7 +178,9 @@ def test_a_peak_that_was_measured_needs_no_hooks(train: Train, monkeypatch: pyte
     """Its upper bound does not fit, but what the steps take does."""
     peak = offloading.Measuring.peak
     monkeypatch.setattr(offloading, "_POLL_SECONDS", 0.0)
-    monkeypatch.setattr(offloading.Measuring, "peak", lambda self: replace(peak(self), peak_bytes=100 * KIB))
+    monkeypatch.setattr(
+        offloading.Measuring, "peak", lambda self: replace(peak(self), peak_bytes=100 * KIB, process_bytes=None)
+    )
     own = Curve.footprint_at
     monkeypatch.setattr(Curve, "footprint_at", lambda self, size: scaled(own(self, size), 1.0))
     right = MemGuard("check", budget="1GiB")
@@ -252,7 +254,7 @@ def test_why_activations_cannot_move_is_in_the_note(train: Train, monkeypatch: p
                 raise torch.OutOfMemoryError("CUDA out of memory")
             return super().training_step(batch, batch_idx)
 
-    monkeypatch.setattr(engine, "_refusal", lambda *_: "the disk is full")
+    monkeypatch.setattr(engine._Packer, "survey", lambda *_: "the disk is full")
     with pytest.raises(torch.OutOfMemoryError) as raised:
         train(MemGuard(budget=12 * MIB, max_batch_size=SIZE), LONG, Fails)
     assert "Its activations could not go to the host: the disk is full." in "\n".join(raised.value.__notes__)

@@ -1,0 +1,1 @@
+"""MemGuard in the loops of Hugging Face: transformers' Trainer, and loops with Accelerate."""

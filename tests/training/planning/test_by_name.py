@@ -1,0 +1,144 @@
+"""A language model by its name: its configuration without a network, and its fine-tuning as the Trainer runs it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_memguard import MemGuardError, estimate
+from lightning_memguard.core.decision.decision import Limits
+from lightning_memguard.training.planning import by_name
+from lightning_memguard.training.planning.by_name import FineTuning, config_of, largest_of, model_of, subject_by_name
+
+TABLE = by_name._table()
+SIZES = {
+    "model_type": "llama",
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "tie_word_embeddings": True,
+}
+SMALL = {"length": 32, "checkpointing": True}
+
+
+@pytest.fixture(autouse=True)
+def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+@pytest.fixture
+def transformers() -> Any:
+    pytest.importorskip("accelerate", reason="of the extra hf, which is not installed")
+    return pytest.importorskip("transformers", reason="of the extra hf, which is not installed")
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> str:
+    (tmp_path / "config.json").write_text(json.dumps(SIZES), encoding="utf-8")
+    return str(tmp_path)
+
+
+def counts() -> dict[str, int]:
+    lines = Path(by_name.__file__).with_name("models.ini").read_text(encoding="utf-8").splitlines()
+    rows = [line.split(" = ") for line in lines if " = " in line and not line.startswith("#")]
+    return {name: int(row.split()[8]) for name, row in rows}
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_a_model_of_the_table_has_as_many_parameters_as_were_published(name: str, transformers: Any) -> None:
+    config = transformers.AutoConfig.for_model(**TABLE[name])
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    assert sum(each.numel() for each in model.parameters()) == counts()[name]
+
+
+def test_a_configuration_is_read_from_a_file_its_folder_or_the_table(transformers: Any, small: str) -> None:
+    assert config_of(small).hidden_size == config_of(f"{small}/config.json").hidden_size == 64
+    assert config_of("meta-llama/Llama-3.1-8B").num_key_value_heads == 8
+    with pytest.raises(MemGuardError, match=r"The built-in table has meta-llama/Llama-3\.\d-\dB"):
+        config_of("meta-llama/Llama-3.1-7B")
+
+
+def test_a_missing_library_is_named_with_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(MemGuardError, match=r"transformers is needed .*lightning-memguard\[hf\]"):
+        estimate(hf="meta-llama/Llama-3.1-8B")
+
+
+def test_settings_that_contradict_are_refused() -> None:
+    with pytest.raises(MemGuardError, match="rank for adapters"):
+        FineTuning("x", bits=4)
+    with pytest.raises(MemGuardError, match="brings its own model"):
+        estimate(torch.nn.Linear(1, 1), hf="x")
+    with pytest.raises(MemGuardError, match="Pass a model and an example batch"):
+        estimate()
+
+
+def test_the_loop_is_that_of_the_trainer(transformers: Any, small: str) -> None:
+    """On the CPU: weights of 32 bits and two moments; gradients are gone when the next forward pass begins."""
+    found = estimate(hf=FineTuning(small, length=32), batch_size=2, device="cpu")
+    model = model_of(FineTuning(small), torch.float32)
+    weights = sum(each.numel() * 4 for each in model.parameters())
+    assert found.method == "fake"
+    assert found.parts["parameters"] == weights
+    assert found.parts["optimizer_state"] >= 2 * weights
+    assert any("gradients clipped at 1" in note and "32 tokens" in note for note in found.notes)
+    assert any(f"transformers {transformers.__version__}" in note and "attention: sdpa" in note for note in found.notes)
+
+
+def test_tied_embeddings_are_tied_without_memory(transformers: Any, small: str) -> None:
+    model: Any = model_of(FineTuning(small), torch.float32)
+    assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
+
+
+def test_adapters_alone_are_trained_and_4_bit_weights_are_smaller(transformers: Any, small: str) -> None:
+    pytest.importorskip("peft", reason="of the extra hf, which is not installed")
+    pytest.importorskip("bitsandbytes", reason="of the extra hf, which is not installed")
+    half = estimate(hf=FineTuning(small, lora=8, **SMALL), precision="bf16-true", device="A100")
+    packed = estimate(hf=FineTuning(small, lora=8, bits=4, **SMALL), precision="bf16-true", device="A100")
+    assert {half.method, packed.method} == {"fake"}
+    assert half.parts["optimizer_state"] == packed.parts["optimizer_state"] < half.parts["parameters"]
+    linear = 2 * (64 * 64 * 2 + 2 * 64 * 32 + 3 * 64 * 128)  # weights of two layers
+    embedding = 512 * 64
+    assert half.parts["parameters"] > 2 * (linear + embedding)
+    assert packed.parts["parameters"] < 0.7 * linear + 4 * embedding + 4 * 8 * 2 * 2000  # embeddings are of 32 bits
+
+
+@pytest.mark.parametrize("name", ["adamw_torch", "paged_adamw_8bit", "adafactor", "no_such_optimizer"])
+def test_optimizers_have_the_names_of_the_trainer(name: str, transformers: Any, small: str) -> None:
+    pytest.importorskip("bitsandbytes", reason="of the extra hf, which is not installed")
+    make = by_name.trainers_optimizer(name)
+    assert (make is None) == name.startswith("no_")
+    if make is not None:
+        found = estimate(hf=FineTuning(small, length=32), optimizer=make, precision="bf16-true", device="A100")
+        assert found.method == "fake"
+
+
+def test_accumulation_keeps_gradients_through_the_next_forward_pass(transformers: Any, small: str) -> None:
+    alone, several = (subject_by_name(FineTuning(small, length=32), accumulate=batches) for batches in (1, 4))
+    assert (alone.trainer, several.trainer) == ({"accumulate_grad_batches": 1}, {"accumulate_grad_batches": 4})
+
+
+@pytest.mark.parametrize("what", ["length", "rank"])
+def test_the_largest_that_fits_fits_and_the_next_does_not(what: str, transformers: Any, small: str) -> None:
+    pytest.importorskip("peft", reason="of the extra hf, which is not installed")
+    tuning = FineTuning(small, lora=8, length=128)
+
+    def most(value: int) -> int:
+        changed = by_name.replace(tuning, **{"lora" if what == "rank" else what: value})
+        return estimate(hf=changed, precision="bf16-true", device="T4").most_device_bytes
+
+    step = {"length": 128, "rank": 8}[what]
+    budget = most(5 * step)
+    limits = Limits(margin=0.0, budget_bytes=budget)
+    found = largest_of(what, tuning, subject_by_name, "T4", limits)
+    assert most(found.value) == found.footprint.most_device_bytes <= budget < most(found.value + step)
+    assert f"the largest {what} is {found.value:,}" in str(found)

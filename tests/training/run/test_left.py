@@ -1,0 +1,112 @@
+"""What batches leave behind within an epoch is named first where a run does not fit because of it."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from torch.utils.data import DataLoader
+
+from lightning_memguard import DoesNotFitError, MemGuard
+
+DATA = torch.rand(2048, 64)
+
+
+class Carries(pl.LightningModule):
+    """Carries its state to the next batch with its graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = torch.nn.GRUCell(64, 256)
+        self.out = torch.nn.Linear(256, 1)
+        self.h: torch.Tensor | None = None
+
+    def training_step(self, batch, _):
+        h = self.h if self.h is not None and len(self.h) == len(batch) else batch.new_zeros(len(batch), 256)
+        for _ in range(8):
+            h = self.cell(batch, h)
+        self.h = h
+        return self.out(h.detach()).sum()
+
+    def on_train_epoch_end(self):
+        self.h = None
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 1e-3)
+
+
+class Appends(pl.LightningModule):
+    """Appends what it computed to a list, cleared at the end of the epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Linear(64, 8192)
+        self.seen: list[torch.Tensor] = []
+
+    def training_step(self, batch, _):
+        out = self.net(batch)
+        self.seen.append(out.detach())
+        return out.sum()
+
+    def on_train_epoch_end(self):
+        self.seen.clear()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 1e-3)
+
+
+class Predicts(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Linear(64, 8192)
+
+    def predict_step(self, batch, _):
+        return self.net(batch)
+
+
+def trainer(folder, guard: MemGuard) -> pl.Trainer:
+    return pl.Trainer(
+        max_epochs=1,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+        callbacks=[guard],
+    )
+
+
+def line_of(cls: type, text: str) -> int:
+    lines, first = inspect.getsourcelines(cls)
+    return first + next(place for place, line in enumerate(lines) if text in line)
+
+
+@pytest.mark.parametrize(
+    ("kind", "holder", "put", "remedy"),
+    [(Carries, "self.h", "self.h = h", "`.detach()`"), (Appends, "self.seen", ".append(", "Keep less there")],
+)
+def test_a_refusal_names_the_attribute_its_line_and_the_remedy_first(tmp_path, kind, holder, put, remedy):
+    with pytest.raises(DoesNotFitError) as caught:
+        trainer(tmp_path, MemGuard(budget="48MiB")).fit(kind(), DataLoader(DATA, 64))
+    first = str(caught.value).partition(". Batch size")[0]
+    assert first.startswith(
+        f"What each training batch leaves in `{holder}` (test_left.py:{line_of(kind, put)}) adds up"
+    )
+    assert remedy in first
+
+
+def test_predictions_that_do_not_fit_are_named_with_the_argument_that_keeps_none(tmp_path):
+    with pytest.raises(DoesNotFitError, match="return_predictions=False keeps none"):
+        trainer(tmp_path, MemGuard(budget="40MiB")).predict(Predicts(), DataLoader(DATA, 64))
+    guard = MemGuard("check", budget="40MiB")
+    trainer(tmp_path, guard).predict(Predicts(), DataLoader(DATA, 64))
+    assert "return_predictions=False" in guard.decision.notes[0]
+
+
+def test_predictions_that_are_not_returned_fit(tmp_path):
+    guard = MemGuard("check", budget="40MiB")
+    trainer(tmp_path, guard).predict(Predicts(), DataLoader(DATA, 64), return_predictions=False)
+    assert guard.decision.fits
