@@ -60,21 +60,20 @@ class CudaTarget:
 class ByteRange(NamedTuple):
     """A block whose size is not known exactly: at least ``low``, likely ``point``, at most ``high`` bytes.
 
-    ``otherwise`` are the sizes that are tried in turn if it does not fit the device. ``first`` are the likely size in
-    the first forward pass, and another one that is as plausible there, if these differ from ``point``.
+    ``otherwise`` are the sizes that are tried in turn if it does not fit the device. ``first`` is a size that is as
+    plausible as ``point`` in the first forward pass.
     """
 
     low: int
     point: int
     high: int
     otherwise: tuple[int, ...] = ()
-    first: tuple[int, int] | None = None
+    first: int = 0
 
     def by_case(self, *, in_first_pass: bool) -> tuple[tuple[str, int], ...]:
         """Return the sizes by case (`lightning_memguard.core.trace.trace.CASES`); an exact one has no case."""
         if in_first_pass and self.first:
-            likely, other = self.first
-            return ("low", self.low), ("point", likely), ("high", self.high), ("first", other)
+            return ("low", self.low), ("point", self.point), ("high", self.high), ("first", self.first)
         if self.low == self.point == self.high:
             return (("", self.point),)
         return ("low", self.low), ("point", self.point), ("high", self.high)
