@@ -63,10 +63,12 @@ def cut_off(parent: int, keep: Collection[int], memory_bytes: int | None, *, rea
         if os.getppid() != parent:
             os._exit(1)
         _unshare_memory()
-    _replace_descriptors(keep)
+    _replace_descriptors(keep, copied=not reaches_out)
     _divert_writes(new_too=not reaches_out)
     _refuse_connections(remote_too=not reaches_out)
-    is_restricted = _LINUX and not reaches_out and _forbid_writes()
+    if reaches_out:
+        _only_read_databases()
+    is_restricted = _LINUX and _forbid_writes(new_too=not reaches_out)
     _limit(memory_bytes, may_write=is_restricted or reaches_out)
 
 
@@ -84,32 +86,34 @@ def _limit(memory_bytes: int | None, *, may_write: bool) -> None:
 # -- descriptors
 
 
-def _replace_descriptors(keep: Collection[int]) -> None:
+def _replace_descriptors(keep: Collection[int], *, copied: bool) -> None:
     """Open files that are read again, with offsets of their own; lead all others to the null device.
 
-    A file that is read and written, as a database is, becomes a copy of its own; a large one can only be read.
+    If they are to be ``copied``, a file that is read and written, as a database is, becomes a copy of its own, and a
+    large one can only be read.
     """
     null = os.open(os.devnull, os.O_RDWR)
     for path in list(Path("/proc/self/fd" if _LINUX else "/dev/fd").iterdir()):
         descriptor = int(path.name)
         if descriptor not in keep and descriptor != null:
             with contextlib.suppress(OSError):  # the descriptor of the listing itself is closed by now
-                _replace(descriptor, null)
+                _replace(descriptor, null, copied=copied)
     sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 - a notebook's would go another way
     sys.stderr = sys.stdout
 
 
-def _replace(descriptor: int, null: int) -> None:
+def _replace(descriptor: int, null: int, *, copied: bool) -> None:
     import fcntl
 
     status = os.fstat(descriptor)
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
-    reads = flags & os.O_ACCMODE != os.O_WRONLY and not flags & os.O_APPEND
+    access = flags & os.O_ACCMODE
+    reads = access == os.O_RDONLY or (access == os.O_RDWR and copied and not flags & os.O_APPEND)
     if stat.S_ISDIR(status.st_mode) or (stat.S_ISCHR(status.st_mode) and os.major(status.st_rdev) == _MEMORY_DEVICES):
         return
     if reads and stat.S_ISREG(status.st_mode):
         with contextlib.suppress(OSError):
-            is_copied = _LINUX and flags & os.O_ACCMODE == os.O_RDWR and status.st_size <= _MOST_COPIED
+            is_copied = _LINUX and access == os.O_RDWR and status.st_size <= _MOST_COPIED
             again = _copy_of(descriptor, status.st_size) if is_copied else os.open(_path_of(descriptor), os.O_RDONLY)
             os.lseek(again, os.lseek(descriptor, 0, os.SEEK_CUR), os.SEEK_SET)
             os.dup2(again, descriptor)
@@ -231,14 +235,36 @@ def _refuse_connections(*, remote_too: bool) -> None:
     changed.connect, changed.connect_ex = refusing(changed.connect), refusing(changed.connect_ex)
 
 
+def _only_read_databases() -> None:
+    """Have sqlite3 open databases to be read: its code in C would change their files."""
+    try:
+        import sqlite3
+    except ImportError:  # a build of Python without it
+        return
+    from urllib.parse import quote
+
+    connect: Any = sqlite3.connect
+
+    def connect_to_read(database: Any, *args: Any, uri: bool = False, **kwargs: Any) -> Any:
+        text = os.fsdecode(database)
+        if text == ":memory:" or not text:
+            return connect(database, *args, uri=uri, **kwargs)
+        named = text if uri else f"file:{quote(text)}"
+        return connect(f"{named}{'&' if '?' in named else '?'}mode=ro", *args, uri=True, **kwargs)
+
+    sqlite3.connect = sqlite3.dbapi2.connect = connect_to_read
+
+
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446  # Landlock's system calls, alike on all architectures
 _WRITE_FILE, _TRUNCATE = 1 << 1, 1 << 14
 _CHANGES = _WRITE_FILE | sum(1 << bit for bit in range(4, 13))  # removing and making files of any kind
 _BIND_AND_CONNECT, _SCOPES = 3, 3  # TCP; abstract sockets and signals to processes outside
 
 
-def _forbid_writes() -> bool:
+def _forbid_writes(*, new_too: bool) -> bool:
     """Have the kernel, if it has Landlock, refuse writes, new files, connections and signals of code in C.
+
+    Unless new files are meant ``too``, it only refuses to begin existing ones anew.
 
     See docs.kernel.org/userspace-api/landlock.html. An older kernel refuses less, or nothing: then `RLIMIT_FSIZE` keeps
     files from growing.
@@ -250,14 +276,17 @@ def _forbid_writes() -> bool:
     version = libc.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), 1)
     if version < 1:
         return False
-    changes = _CHANGES | (_TRUNCATE if version >= 3 else 0)
-    wanted = struct.pack("QQQ", changes, _BIND_AND_CONNECT, _SCOPES)[: 8 if version < 4 else 16 if version < 6 else 24]
+    changes = (_CHANGES if new_too else 0) | (_TRUNCATE if version >= 3 else 0)
+    wanted = struct.pack("QQQ", changes, _BIND_AND_CONNECT if new_too else 0, _SCOPES)[
+        : 8 if version < 4 else 16 if version < 6 else 24
+    ]
     ruleset = libc.syscall(_CREATE_RULESET, wanted, ctypes.c_size_t(len(wanted)), 0)
     if ruleset < 0:
         return False
     null = os.open(os.devnull, os.O_RDWR)
-    allowed = struct.pack("=Qi", changes & (_WRITE_FILE | _TRUNCATE), null)
-    libc.syscall(_ADD_RULE, ruleset, 1, allowed, 0)
+    if changes:
+        allowed = struct.pack("=Qi", changes & (_WRITE_FILE | _TRUNCATE), null)
+        libc.syscall(_ADD_RULE, ruleset, 1, allowed, 0)
     libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     failed = libc.syscall(_RESTRICT_SELF, ruleset, 0)
     os.close(ruleset)

@@ -448,3 +448,21 @@ def test_a_child_that_reaches_out_writes_new_files_and_leaves_others(tmp_path: P
         assert pool.answer(0).value == "new"
     assert (tmp_path / "old.txt").read_text() == "old"
     assert (tmp_path / "cache" / "whole").read_text() == "new"
+
+
+def test_a_child_that_reaches_out_only_reads_databases(tmp_path: Path) -> None:
+    connection = sqlite3.connect(tmp_path / "rows.db")
+    connection.executescript("CREATE TABLE rows (number); INSERT INTO rows VALUES (1), (2)")
+
+    def take(again: int) -> list[int]:
+        taken = sqlite3.connect(tmp_path / "rows.db") if again else connection
+        rows = taken.execute("SELECT number FROM rows").fetchall()
+        with contextlib.suppress(sqlite3.OperationalError), taken:
+            taken.execute("DELETE FROM rows")
+        return [number for (number,) in rows]
+
+    with Children[int, list[int]](take, most=1, reaches_out=True) as pool:
+        pool.answer(0)
+        assert pool.answer(1).value == [1, 2]
+    assert connection.execute("SELECT number FROM rows").fetchall() == [(1,), (2,)]
+    assert {path.name for path in tmp_path.iterdir()} == {"rows.db"}
