@@ -298,7 +298,7 @@ def _rests_on(tuning: FineTuning, model: nn.Module, dtype: torch.dtype, precisio
     """What the figures of a fine-tuning rest on."""
     versions = {"transformers": True, "peft": bool(tuning.lora), "bitsandbytes": bool(tuning.bits)}
     built = " and ".join(f"{name} {importlib.metadata.version(name)}" for name, used in versions.items() if used)
-    attention = tuning.attention or model.config._attn_implementation  # type: ignore[union-attr]  # noqa: SLF001
+    attention = tuning.attention or getattr(model.config, "_attn_implementation", "transformers' own choice")
     kind = type(model.get_base_model() if tuning.lora else model).__name__  # type: ignore[operator]
     yield f"{kind} of {tuning.name}, without weights, by {built}; attention: {attention}; loss: the model's own"
     if tuning.lora:

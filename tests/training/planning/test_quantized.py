@@ -128,7 +128,7 @@ def test_columns_with_outliers_are_a_range_on_a_gpu() -> None:
     inputs = 2 * BATCH * (WIDTH + 4 * WIDTH) * 4
     assert without.peak_allocated_bytes <= found.peak_allocated_bytes < without.peak_allocated_bytes + inputs / 10
     assert found.highest.allocated_bytes > found.peak_allocated_bytes + inputs / 2
-    assert without.highest.allocated_bytes < without.peak_allocated_bytes + inputs / 10
+    assert without.highest.allocated_bytes < without.peak_allocated_bytes + inputs / 5
     assert any("outliers" in note for note in found.notes)
     assert not any("outliers" in note for note in without.notes)
 
