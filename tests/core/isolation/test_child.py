@@ -362,8 +362,8 @@ def nested(_):
 
 LIST = open({str(tmp_path / "pids")!r}, "wb", buffering=0)
 import lightning_memguard.core.isolation.child as child
-child._replace_descriptors = child._divert_writes = child._forbid_writes = lambda *_: None
-child._limit = lambda _: None
+child._replace_descriptors = child._divert_writes = child._forbid_writes = lambda *_, **__: None
+child._limit = lambda *_, **__: None
 with Children(nested if {trusted} else endless, most=1, trusted={trusted}) as pool:
     pool.start(0)
     while not os.path.getsize({str(tmp_path / "pids")!r}):
