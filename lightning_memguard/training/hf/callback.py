@@ -261,6 +261,10 @@ def _like(optimizer: Optimizer, model: nn.Module, clip: float) -> MakeOptimizer:
             {**group, "params": [copies[places[id(each)]] for each in group["params"]]}
             for group in optimizer.param_groups
         ]
+        if hasattr(made, "mng"):  # bitsandbytes' settings of single parameters, by their `id`: embeddings of 32 bits
+            made.mng = copy.copy(made.mng)
+            known = {id(copies[place]): made.mng.pid2config.get(own_id) for own_id, place in places.items()}
+            made.mng.pid2config = {each: config for each, config in known.items() if config is not None}
         for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
             setattr(made, name, OrderedDict())
         if clip:
