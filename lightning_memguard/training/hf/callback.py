@@ -261,10 +261,8 @@ def _like(optimizer: Optimizer, model: nn.Module, clip: float) -> MakeOptimizer:
             {**group, "params": [copies[places[id(each)]] for each in group["params"]]}
             for group in optimizer.param_groups
         ]
-        if hasattr(made, "mng"):  # bitsandbytes' settings of single parameters, by their `id`: embeddings of 32 bits
-            made.mng = copy.copy(made.mng)
-            known = {id(copies[place]): made.mng.pid2config.get(own_id) for own_id, place in places.items()}
-            made.mng.pid2config = {each: config for each, config in known.items() if config is not None}
+        if hasattr(made, "mng"):
+            made.mng = _settings_of_copies(made.mng, {own: copies[place] for own, place in places.items()})
         for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
             setattr(made, name, OrderedDict())
         if clip:
@@ -273,6 +271,16 @@ def _like(optimizer: Optimizer, model: nn.Module, clip: float) -> MakeOptimizer:
         return made  # type: ignore[no-any-return]
 
     return make
+
+
+def _settings_of_copies(manager: Any, copies: Mapping[int, nn.Parameter]) -> Any:
+    """Return bitsandbytes' settings of single parameters (the Trainer gives embeddings 32 bits) for their copies."""
+    later = {id(getattr(module, name)): config for module, name, config in manager.module_weight_config_triple}
+    known = {**manager.pid2config, **later}
+    manager = copy.copy(manager)
+    manager.module_weight_config_triple = []
+    manager.pid2config = {id(each): known[own] for own, each in copies.items() if own in known}
+    return manager
 
 
 _BOUND = ("step", "zero_grad")  # schedulers wrap the method of the object
