@@ -261,7 +261,7 @@ def test_data_sorted_by_length_shows_its_longest(shuffle: bool) -> None:
     """More samples than are drawn: both ends of the data are among them, and the note says that they are a part."""
     drawn = draw(DataLoader(Lengths(20_000), batch_size=2, collate_fn=pad, shuffle=shuffle))
     assert drawn.batches.fake(2).shape == (2, 20_000)
-    assert drawn.note.startswith("predicted for the largest of 4096 samples; a larger one would take more")
+    assert drawn.note.startswith("predicted for the largest of 4096 samples; a larger one may take more")
 
 
 def test_data_that_repeats_itself_shows_its_longest() -> None:
