@@ -32,6 +32,7 @@ KEYS = {
     "memguard/limit_gib",
     "memguard/usable_gib",
     "memguard/offloaded_steps",
+    "memguard/process_peak_gib",
     "memguard/step_seconds",
     *(f"memguard/parts/{part}_gib" for part in PARTS),
 }

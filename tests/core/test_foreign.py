@@ -59,6 +59,7 @@ def samples() -> dict[str, list[Any]]:
         "group": [torch.distributed.ProcessGroup],
         "epoch_loop": [trainer.fit_loop.epoch_loop],
         "connector": [trainer._logger_connector, trainer._data_connector, pl.trainer.connectors.data_connector],
+        "call": [pl.trainer.call],
         "combined": [combined],
         "module": [module],
         "swa": [pl.callbacks.StochasticWeightAveraging(0.1)],

@@ -40,13 +40,18 @@ def trim_heap() -> None:
         or_none(lambda: ctypes.CDLL(None).malloc_trim(0))
 
 
-def return_freed_memory(device: torch.device) -> Callable[[], None]:
+def return_freed_memory(device: torch.device, *, fill_holes: bool = True) -> Callable[[], None]:
     """Make freed host memory go back to the system at once, so that a CPU training holds what its tensors hold.
 
     By default glibc comes to keep freed blocks of up to 32 MiB, and their sizes rarely match the next request:
     trainings with 380 MiB of tensors then held 630 to 670 MiB, and 385 to 405 with this (U-Net, GPT, CNN). It costs
     speed, since fresh memory comes in page by page. Does nothing if ``device`` is not the CPU, with other C libraries,
     or if the user has set malloc's thresholds.
+
+    Args:
+        device: of the training.
+        fill_holes: take the free blocks of the heap, so that no tensor comes to lie there; they count against a limit
+            of the process's own.
 
     Returns:
         A function that lets glibc keep freed blocks again.
@@ -64,7 +69,7 @@ def return_freed_memory(device: torch.device) -> Callable[[], None]:
     set_thresholds(MMAPPED_BYTES)
     gc.collect()  # what an earlier fit left in cycles would be freed while this one runs
     trim_heap()
-    blocks = or_none(_fill_holes, libc) or []
+    blocks = (or_none(_fill_holes, libc) if fill_holes else None) or []
 
     def undo() -> None:
         for block in blocks:

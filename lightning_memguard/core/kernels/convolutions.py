@@ -22,11 +22,6 @@ RULES = Rules[CudaTarget]()
 
 _NARROW = 64  # channels of the narrower side
 
-# The GPUs on which it is likely that a convolution takes copies of its tensors in the first forward pass: with them,
-# the cache of 38 measured runs on an RTX 3060 is nearer to the measured one for all of eight models (RegNetY-400MF 3.9
-# instead of 9.1 % off, VGG-19 1.5 instead of 8.9 %), and on an RTX 4060 for two of five (`benchmarks/accuracy.py`).
-_COPIES_FIRST = (8, 6)
-
 
 def _workspace(operation: cudnn.Operation, call: CudaCall) -> Block:
     """Return the workspace that cuDNN takes for one convolution, or for one of its gradients.
@@ -70,10 +65,10 @@ def _workspace(operation: cudnn.Operation, call: CudaCall) -> Block:
         most = point  # measured runs with such a version took no copies for narrow products
     if gpu.compute_capability < cudnn.FIRST_CAPABILITY:  # measured runs on a V100 took 10 to 18 % more than without any
         most = max(most, cudnn.tensors_bytes(question))
-    size, copies = Range(0, point, most), cudnn.tensors_bytes(question) if in_forward else 0
-    if not copies:
-        return Plans(size, plans) if most else 0
-    return Plans(size, plans, (copies, point) if gpu.compute_capability == _COPIES_FIRST else (point, copies))
+    # In the first forward pass copies of the tensors are as plausible: with them, what RegNetY-400MF and VGG-19 have in
+    # their cache on an RTX 3060 is 3.9 and 1.5 % off in place of 9.1 and 8.9, and RegNetX-400MF 11 in place of 0.5.
+    first = cudnn.tensors_bytes(question) if in_forward else 0
+    return Plans(Range(0, point, most), plans, first) if most or first else 0
 
 
 _TRANSPOSED: dict[cudnn.Operation, cudnn.Operation] = {"forward": "input", "input": "forward", "weight": "weight"}

@@ -62,13 +62,13 @@ class CudaTarget:
 class Plans(NamedTuple):
     """A block for a kernel's plan.
 
-    ``otherwise`` are the sizes that are tried in turn if it does not fit the device. ``first`` are the likely size in
-    the first forward pass, and another one that is as plausible there, if these differ from the likely one.
+    ``otherwise`` are the sizes that are tried in turn if it does not fit the device. ``first`` is a size that is
+    as plausible as the likely one in the first forward pass; 0 if there is none.
     """
 
     size: Range[int]
     otherwise: tuple[int, ...]
-    first: tuple[int, int] | None = None
+    first: int = 0
 
 
 Block = int | Range[int] | Plans

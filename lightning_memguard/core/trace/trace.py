@@ -261,8 +261,7 @@ def _by_case(block: Block, *, in_first_pass: bool) -> Iterable[tuple[str, int]]:
     """Sizes by case (`CASES`); one that is known has no case."""
     size = block.size if isinstance(block, Plans) else block
     if in_first_pass and isinstance(block, Plans) and block.first:
-        likely, other = block.first
-        return zip(CASES, (block.size.low, likely, block.size.high, other), strict=True)
+        return zip(CASES, (*block.size, block.first), strict=True)
     if isinstance(size, Range) and not size.is_exact:
         return zip(CASES[:3], size, strict=True)
     return (("", likely_bytes(size)),)

@@ -146,7 +146,7 @@ def _by_name(
 def _estimated(subject: Subject, device: str, measured: str | os.PathLike[str] | None) -> Footprint:
     target, size = target_of(device, subject.model).talking(subject.communicators), subject.batch_size
     for note in target.notes:
-        warn(f"estimate: {note}.")
+        warn(f"estimate: {note}.", stacklevel=3)
     file = None if measured is None else Path(measured)
     prediction = predicted(subject, target, capacity_bytes=target.capacity_bytes, measured=file)
     found, trace = prediction.footprint_at(size), prediction.own_trace_at(size)

@@ -229,6 +229,7 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
         self._folders: MutableMapping[Trainer, Path] | None = None  # of Trainers without a logger
         self._failed: set[str] = set()  # hooks whose failure was announced in this run
         self._snapshot_path: Path | None = None  # asked for before the run
+        self._counts = False  # whether the hooks of `_WHILE_COUNTING` are on
         self._skip(*_NOT_USED)
 
     def _skip(self, *hooks: str) -> None:
@@ -431,10 +432,13 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
         if self._run:
             self._run.start_batch(batch, batch_idx)
             self._run.check_batch("train", batch, batch_idx, trainer.num_training_batches)
-            self._skip(*_WHILE_COUNTING)
-            if self._run.measuring.is_counting:
-                for hook in _WHILE_COUNTING:
-                    self.__dict__.pop(hook, None)
+            if self._run.measuring.is_counting != self._counts:
+                self._counts = not self._counts
+                if self._counts:
+                    for hook in _WHILE_COUNTING:
+                        self.__dict__.pop(hook, None)
+                else:
+                    self._skip(*_WHILE_COUNTING)
 
     @_guarded
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:

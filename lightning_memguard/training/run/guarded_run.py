@@ -522,7 +522,8 @@ class GuardedRun:
         profile = self.tuning.profile
         if profile is not None:
             self.tuning = replace(self.tuning, profile=profile.detached())
-        del self.trainer, self.module, self.measuring, self._offloading  # a guard that is kept does not keep its run
+        # a guard that is kept does not keep its run
+        del self.trainer, self.module, self.measuring, self._offloading, self._overruns
 
 
 def actual_path(path: Path) -> Path:

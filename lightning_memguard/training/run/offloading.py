@@ -187,7 +187,7 @@ class Offloading:
         self._offload.keep_bytes = kept
         if not self._is_on:
             if not self._undo:  # the room is tight from now on
-                self._undo.append(return_freed_memory(self._strategy.root_device))
+                self._undo.append(return_freed_memory(self._strategy.root_device, fill_holes=False))
             self._is_on, self._own = True, vars(self._strategy).get("training_step")
             step = self._strategy.training_step
             self._strategy.training_step = partial(self._run, step)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import multiprocessing
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from unittest import mock
 
@@ -181,3 +181,13 @@ def test_what_cudnn_may_choose_is_part_of_the_setting(monkeypatch: pytest.Monkey
 
 def test_only_a_gpu_has_a_setting() -> None:
     assert setting_of(torch.device("cpu")) is None
+
+
+def test_a_run_that_ran_out_of_memory_counts_until_one_at_its_size_has_run() -> None:
+    """It took more than the 1,200 bytes that there were; that 900 were too little was predicted."""
+    failed = replace(FIRST, run="b", measured_bytes=1200, measured_reserved_bytes=0, ran_out=True)
+    assert learned_from([FIRST, failed], FIRST.step).sightings == (Sighting(64, 1000, 1200),)
+    assert learned_from([FIRST, failed, FIRST], FIRST.step).sightings[0].measured_bytes == 1100
+    expected = replace(failed, measured_bytes=900)
+    assert learned_from([expected], FIRST.step).sightings == ()
+    assert Measurement.read(json.dumps(asdict(failed))) == failed

@@ -205,7 +205,12 @@ def test_what_a_hook_made_for_us_is_gone_before_the_run_makes_its_own(
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="errors have no notes")
-def test_a_hook_that_works_only_once_says_that_we_called_it(trainer: Any, dataset: TensorDataset) -> None:
+def test_a_hook_that_works_only_once_says_that_we_called_it(
+    trainer: Any, dataset: TensorDataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where no child can be forked: a child's call leaves the run's own the first."""
+    for name in ("copies", "loaders"):
+        monkeypatch.setattr(f"lightning_memguard.training.data.{name}.can_fork", lambda: False)
     loaders = [DataLoader(dataset, batch_size=4)]
     data = pl.LightningDataModule()
     data.train_dataloader = loaders.pop  # type: ignore[method-assign]

@@ -91,6 +91,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Gpu:
     monkeypatch.setattr(earlier_runs, "setting_of", lambda device: made.setting)
     monkeypatch.setattr(PeakMeter, "read", made.measured)
     monkeypatch.setattr(record, "_OBJECTS_BYTES", 0)  # Python's own, on the CPU
+    monkeypatch.setattr("lightning_memguard.training.run.profile._BATCHES_OF_OBJECTS", 0)  # of samples there
     return made
 
 
@@ -112,6 +113,28 @@ def test_the_next_fit_is_given_what_really_fits(gpu: Gpu) -> None:
     third = gpu.fit()
     assert third.batch_size == pytest.approx(second.batch_size, rel=0.05)
     assert "from 2 earlier runs on this GPU" in setup_text(third)
+
+
+class RunsOut(Net):
+    """Runs out of memory in its third step, though it was predicted to fit."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if batch_idx == 2 and type(self.trainer) is pl.Trainer:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_fit_that_ran_out_of_memory_makes_the_next_one_smaller_until_one_has_run(gpu: Gpu) -> None:
+    with pytest.raises(torch.OutOfMemoryError):
+        gpu.fit(net=RunsOut(), batch_size="largest")
+    first = gpu.guard.decision
+    assert first is not None
+    (kept,) = stored()
+    assert (kept.ran_out, kept.batch_size, kept.measured_bytes) == (True, first.batch_size, BUDGET)
+    second = gpu.fit()
+    assert second.batch_size < first.batch_size
+    assert second.footprint is not None
+    assert "from 1 earlier run on this GPU" in setup_text(second)
 
 
 def test_the_signature_is_the_steps_whatever_its_batch_size(gpu: Gpu) -> None:

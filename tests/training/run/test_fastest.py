@@ -112,7 +112,7 @@ def test_steps_are_timed_from_batch_to_batch_but_the_first_and_what_comes_betwee
     measuring = Measuring(run, None)  # type: ignore[arg-type]
     assert measuring.step_seconds is None
     for batch_idx, trains in ((0, True), (1, True), (2, True), (0, False), (3, True), (4, True), (5, True)):
-        measuring.at_batch(batch_idx, trains=trains)
+        measuring.at_batch(None, batch_idx, trains=trains, last=False, largest=False)
     assert measuring.step_seconds == 2 * (1.0 + 2.0) / 2
     measuring.restart()
     assert measuring.step_seconds is None

@@ -89,13 +89,13 @@ def test_validation_is_predicted_next_to_it(seen: dict[str, tuple[Seen, Seen]]) 
         assert rank["size"] == seen["fsdp"][0]["size"]
 
 
-def test_a_step_that_runs_out_is_not_done_again_and_says_why(seen: dict[str, tuple[Seen, Seen]]) -> None:
+def test_a_step_that_runs_out_is_not_done_again(seen: dict[str, tuple[Seen, Seen]]) -> None:
     for rank in seen["runs out"]:
         assert (rank["error"], rank["sizes"]) == (
             "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB",
             [2] * 3,
         )
-        assert "ModelParallelStrategy talks to the other ranks while the step runs" in " ".join(rank["error_notes"])
+        assert "done again" not in " ".join(rank["error_notes"])
 
 
 def test_a_fit_goes_on_at_the_size_of_a_checkpoint_of_shards_and_says_so(seen: dict[str, tuple[Seen, Seen]]) -> None:
