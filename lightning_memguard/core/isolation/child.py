@@ -33,9 +33,10 @@ _MOST_COPIED = 64 << 20  # bytes of shared memory that are worth a copy
 _MEMORY_DEVICES = 1  # the major number of /dev/null, /dev/zero, /dev/urandom (man 4 null)
 _PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS = 1, 38  # linux/prctl.h
 _NAMED = """
-    chmod chown fchmod fchown ftruncate kill killpg lchown link mkdir mkfifo mknod remove rename replace rmdir symlink
+    chmod chown fchmod fchown ftruncate lchown link mkdir mkfifo mknod remove rename replace rmdir symlink
     truncate unlink utime
 """.split()  # noqa: SIM905 - the formatter would put each name on a line of its own
+_PATHS = {"link": 2, "rename": 2, "replace": 2, "symlink": 2}  # how many of its arguments are; of the others, one
 
 
 def cut_off(parent: int, keep: Collection[int], memory_bytes: int | None, *, reaches_out: bool = False) -> None:
@@ -193,15 +194,18 @@ def _divert_writes(*, new_too: bool) -> None:
             return open_descriptor(os.devnull, os.O_RDWR)
         return open_descriptor(path, flags, *args, **kwargs)
 
-    def of_ours(function: Any) -> Any:
-        return lambda *paths, **how: function(*paths, **how) if paths and all(map(is_ours, paths[:2])) else None
+    def of_ours(function: Any, paths: int) -> Any:
+        return lambda *args, **how: function(*args, **how) if args and all(map(is_ours, args[:paths])) else None
 
     builtins.open = io.open = open_
     os.open = os_open
     for home in (os, getattr(pathlib, "_NormalAccessor", None)):  # where Python 3.10's paths keep the same functions
         for name in _NAMED:
             if hasattr(home, name):
-                setattr(home, name, of_ours(getattr(home, name)))
+                setattr(home, name, of_ours(getattr(home, name), _PATHS.get(name, 1)))
+        for name in ("kill", "killpg"):
+            if hasattr(home, name):
+                setattr(home, name, lambda *_, **__: None)
 
 
 def _made_since(begun: float) -> Callable[[object], bool]:
@@ -209,8 +213,6 @@ def _made_since(begun: float) -> Callable[[object], bool]:
     status_of = os.stat
 
     def is_ours(path: Any) -> bool:
-        if isinstance(path, (bool, int)):  # a mode, or a descriptor
-            return path >= 0 and not isinstance(path, bool)
         try:
             return status_of(path).st_ctime >= begun
         except (OSError, TypeError, ValueError):

@@ -18,7 +18,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from lightning_memguard.core.decision.decision import LimitedBy, largest_that
-from lightning_memguard.core.isolation.pool import can_fork
 from lightning_memguard.core.simulation.fake import fake_copy
 from lightning_memguard.errors import CannotTraceError
 from lightning_memguard.training.adapter import loader_access, stand_ins
@@ -430,7 +429,8 @@ def rewrite_loaders(
         try:
             loaders = make_loaders()
         except Exception as error:
-            if sys.version_info >= (3, 11) and not can_fork() and known.origin.endswith("dataloader()"):
+            was_here = known.combined is not None
+            if sys.version_info >= (3, 11) and was_here and known.origin.endswith("dataloader()"):
                 error.add_note(f"MemGuard called {known.origin} once before. If it works only once, pass the loader.")
             raise
         return _resize_all(facts, loaders, known, size, settings, made)

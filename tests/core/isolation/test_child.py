@@ -362,8 +362,7 @@ def nested(_):
 
 LIST = open({str(tmp_path / "pids")!r}, "wb", buffering=0)
 import lightning_memguard.core.isolation.child as child
-child._replace_descriptors = child._divert_writes = child._forbid_writes = lambda *_, **__: None
-child._limit = lambda *_, **__: None
+child._replace_descriptors = child._divert_writes = child._forbid_writes = child._limit = lambda *_, **__: None
 with Children(nested if {trusted} else endless, most=1, trusted={trusted}) as pool:
     pool.start(0)
     while not os.path.getsize({str(tmp_path / "pids")!r}):
@@ -466,3 +465,16 @@ def test_a_child_that_reaches_out_only_reads_databases(tmp_path: Path) -> None:
         assert pool.answer(1).value == [1, 2]
     assert connection.execute("SELECT number FROM rows").fetchall() == [(1,), (2,)]
     assert {path.name for path in tmp_path.iterdir()} == {"rows.db"}
+
+
+def test_a_child_that_reaches_out_signals_no_other_process() -> None:
+    received = list[int]()
+    before = signal.signal(signal.SIGUSR1, lambda number, _: received.append(number))
+    try:
+        parent = os.getpid()
+        with Children[int, None](lambda _: os.kill(parent, signal.SIGUSR1), most=1, reaches_out=True) as pool:
+            assert pool.answer(0) == Answer(None)
+        time.sleep(0.05)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert received == []
