@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import importlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_memguard import MemGuard
 from lightning_memguard.core.decision.decision import Decision
 from lightning_memguard.core.range import NOTHING
+from lightning_memguard.training.adapter.loader_access import preserve_loader_classes
 from lightning_memguard.training.data import samples
 from lightning_memguard.training.run import guarded_run
 from lightning_memguard.training.run.tune import Tuning, tune
@@ -46,6 +47,13 @@ def _nothing_to_look_at(request: pytest.FixtureRequest, monkeypatch: pytest.Monk
     """Leave out reports and pictures, a tenth of the time of a small fit, but where they are or may matter."""
     if request.path.name not in ("test_callback.py", "test_nothing_touched.py", "test_run_report.py"):
         monkeypatch.setattr(guarded_run.GuardedRun, "_show", lambda *_: None)
+
+
+@pytest.fixture(autouse=True)
+def _loader_classes_stay() -> Iterator[None]:
+    """Take back Lightning's patches of loaders, which stay where a ``train_dataloader`` raises."""
+    with preserve_loader_classes():
+        yield
 
 
 # Tests about children, or that tell copies in children from the original: folders, files, and tests of other files.

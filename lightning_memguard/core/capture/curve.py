@@ -273,7 +273,8 @@ class Curve:
             least = self.footprint_of(self.floor.at(batch_size)).lowest if self.floor else most.lowest
             if least.allocated_bytes < most.lowest.allocated_bytes:
                 most = most.doubted("least results", least)
-            if self.floor and most.peak_allocated_bytes - most.lowest.allocated_bytes < WORTH_A_NOTE:
+            least_bytes = most.lowest.allocated_bytes if self.floor else sum(most.parts[part] for part in _STATIC)
+            if most.peak_allocated_bytes - least_bytes < WORTH_A_NOTE:
                 most = replace(most, notes=tuple(note for note in most.notes if not is_note(note, "largest result")))
             gap = self.gaps.get(batch_size)
             if (gap and gap.kind == "late") or (self.stopped and batch_size not in self.proven_sizes):

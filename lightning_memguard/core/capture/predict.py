@@ -562,9 +562,9 @@ def _sampled(captures: Captures, program: Program, worst: Curve, batch_size: int
         found, most = sampled.footprint_at(likely), upper.footprint_at(likely)
     except CannotTraceError:
         return None
-    if most.highest.allocated_bytes <= _CLEARLY * found.peak_allocated_bytes:
+    if most.peak_allocated_bytes <= _CLEARLY * found.peak_allocated_bytes:
         return None
-    is_small = most.highest.allocated_bytes - found.peak_allocated_bytes < WORTH_A_NOTE
+    is_small = most.peak_allocated_bytes - found.peak_allocated_bytes < WORTH_A_NOTE
     return replace(sampled.curve, notes=worst.notes) if is_small else sampled.curve
 
 

@@ -257,4 +257,4 @@ def test_packed_in_the_step_all_samples_are_taken_to_be_as_long_as_the_longest(k
     model = kind(FEATURES, HIDDEN, batch_first=True)
     found = estimate(model, torch.ones(SAMPLES, TIMES, FEATURES), step=step, device="NVIDIA H200")
     assert found.method == "worst-case"
-    assert found.notes == (), "all samples are as long: too few bytes for a note"
+    assert not any("largest result" in note for note in found.notes), "too few bytes for a note"

@@ -209,8 +209,7 @@ def test_a_hook_that_works_only_once_says_that_we_called_it(
     trainer: Any, dataset: TensorDataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where no child can be forked: a child's call leaves the run's own the first."""
-    for name in ("copies", "loaders"):
-        monkeypatch.setattr(f"lightning_memguard.training.data.{name}.can_fork", lambda: False)
+    monkeypatch.setattr("lightning_memguard.training.data.copies.can_fork", lambda: False)
     loaders = [DataLoader(dataset, batch_size=4)]
     data = pl.LightningDataModule()
     data.train_dataloader = loaders.pop  # type: ignore[method-assign]
