@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Sequence
 
 from lightning_memguard._version import __version__
-from lightning_memguard.cli.commands import compare, devices, gpus, history, layers, plan, replay, snapshot
+from lightning_memguard.cli.commands import compare, devices, doctor, gpus, history, layers, plan, replay, snapshot
 from lightning_memguard.errors import CannotTraceError, MemGuardError
 
 FITS, DOES_NOT_FIT, BAD_USE, INTERRUPTED = 0, 1, 2, 130
@@ -71,8 +71,9 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"memguard {__version__}")
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for command in (plan, layers, snapshot, replay, compare, gpus, devices, history):
+    parser.set_defaults(run=lambda _: print(parser.format_help(), end="") is None)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    for command in (plan, layers, snapshot, replay, compare, gpus, devices, doctor, history):
         name, text = command.__name__.rpartition(".")[2], command.HELP
         epilog = getattr(command, "EPILOG", None)
         added = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.", epilog=epilog)

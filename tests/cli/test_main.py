@@ -427,6 +427,21 @@ def test_the_catalogue_is_listed_and_filtered(capsys) -> None:
     assert "Tesla T4" in shown(capsys, "gpus")
 
 
+def test_doctor_says_what_an_issue_asks_for(capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
+    found = answered(capsys, "doctor")
+    assert found["torch"] == torch.__version__
+    assert found["PYTORCH_CUDA_ALLOC_CONF"] == "max_split_size_mb:64"
+    assert "free" in found["device cpu"]
+    text = shown(capsys, "doctor")
+    assert all(f"{name} " in text for name in found)
+
+
+def test_doctor_names_a_private_name_that_is_missing(capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("torch.utils._pytree.tree_map")
+    assert "does not have torch.utils._pytree.tree_map" in answered(capsys, "doctor")["private names"]
+
+
 def test_devices_says_what_is_free_and_by_which_source(capsys) -> None:
     cpu = answered(capsys, "devices")[0]
     assert cpu["device"] == "cpu"
@@ -594,11 +609,15 @@ def test_a_gpu_that_nothing_is_like_is_refused(capsys) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", [[], ["plan"], ["layers"], ["snapshot"], ["replay"], ["compare"], ["gpus"], ["devices"]]
+    "command", [[], ["plan"], ["layers"], ["snapshot"], ["replay"], ["compare"], ["gpus"], ["devices"], ["doctor"]]
 )
 def test_every_command_has_help(capsys, command: list[str]) -> None:
     assert main([*command, "--help"]) == 0
     assert "usage: memguard" in capsys.readouterr().out
+
+
+def test_alone_it_prints_its_help(capsys) -> None:
+    assert "usage: memguard" in shown(capsys)
 
 
 def test_help_loads_neither_torch_nor_lightning() -> None:

@@ -23,7 +23,7 @@ def run(options: argparse.Namespace) -> bool:
     """Read each device's budget, and print them."""
     with progress() as say:
         say("loading torch")
-        budgets = {name: _budget_of(name) for name in devices_here()}
+        budgets = {name: budget_of(name) for name in devices_here()}
     if options.json:
         tables.print_json([_data(name, budget) for name, budget in budgets.items()])
     else:
@@ -37,7 +37,7 @@ def _data(name: str, budget: Budget | str) -> dict[str, Any]:
     return {**budget_data(budget), "device": name, "name": budget.device}
 
 
-def _budget_of(name: str) -> Budget | str:
+def budget_of(name: str) -> Budget | str:
     """The budget, or why it cannot be read."""
     import torch
 

@@ -55,10 +55,10 @@ def setting_of(device: torch.device) -> Setting | None:
         return None
     settings = os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF") or ""
     driver, cuda = or_none(driver_version) or "", torch.version.cuda or ""
-    return Setting(torch.cuda.get_device_name(device), driver, torch.__version__, cuda, _cudnn(), settings)
+    return Setting(torch.cuda.get_device_name(device), driver, torch.__version__, cuda, cudnn_settings(), settings)
 
 
-def _cudnn() -> str:
+def cudnn_settings() -> str:
     """The version of cuDNN, and which of its algorithms may be chosen."""
     cudnn: Any = torch.backends.cudnn
     if not cudnn.enabled:
