@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -56,9 +57,11 @@ def headline(subject: Subject) -> str:
         more += f", with {getattr(getattr(subject.optimizer, 'func', subject.optimizer), '__name__', 'its optimizer')}"
     if subject.devices * subject.nodes > 1:
         more += f", one of {subject.devices * subject.nodes:,} ranks"
-    held = [str(each.dtype).removeprefix("torch.") for each in subject.model.parameters() if each.is_floating_point()]
-    lower = subject.precision == "32-true" and held and "float32" not in held
-    numbers = f"in {held[0]}" if lower else f"at {subject.precision}"
+    held = Counter[str]()
+    for each in subject.model.parameters():
+        held[str(each.dtype).removeprefix("torch.")] += each.numel() * each.is_floating_point()
+    most = max(held, key=held.__getitem__, default="float32")  # adapters of a bfloat16 model may be in float32
+    numbers = f"in {most}" if subject.precision == "32-true" and most != "float32" else f"at {subject.precision}"
     return f"{type(subject.model).__name__}, {kind} {numbers}{more}; example batch: {subject.shapes}."
 
 

@@ -690,3 +690,10 @@ def test_what_the_loop_keeps_is_counted_as_the_profiler_sees_it(keeps, monkeypat
 def test_the_headline_says_what_the_parameters_are_in(dtype: torch.dtype, said: str) -> None:
     subject = subject_of(nn.Linear(4, 4).to(dtype), torch.zeros(2, 4, dtype=dtype), step=sum_of_outputs)
     assert headline(subject).startswith(f"Linear, training {said}; example batch: 2 x 4")
+
+
+def test_the_headline_says_what_most_of_the_parameters_are_in() -> None:
+    """Adapters of a bfloat16 model may be in float32."""
+    model = nn.Sequential(nn.Linear(4, 64, dtype=torch.bfloat16), nn.Linear(64, 1))
+    subject = subject_of(model, torch.ones(2, 4), step=sum_of_outputs)
+    assert "in bfloat16" in headline(subject)
