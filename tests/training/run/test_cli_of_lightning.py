@@ -171,3 +171,17 @@ assert any(type(each).__name__ == "MemGuard" for each in made.trainer.callbacks)
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_an_installed_package_may_add_it_to_every_trainer(package: str, tmp_path: Path, monkeypatch: Any) -> None:
+    """As docs/howto.md says, by Lightning's entry point; this package itself adds none."""
+    trainer = importlib.import_module(package).Trainer
+    assert not any(isinstance(each, MemGuard) for each in trainer(accelerator="cpu", logger=False).callbacks)
+    folder = tmp_path / "ours-1.0.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: ours\nVersion: 1.0\n", encoding="utf-8")
+    factory = f"[{package}.callbacks_factory]\nmemguard = lightning_memguard:MemGuard\n"
+    (folder / "entry_points.txt").write_text(factory, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert sum(isinstance(each, MemGuard) for each in trainer(accelerator="cpu", logger=False).callbacks) == 1
