@@ -63,7 +63,8 @@ def _paths(names: str) -> Iterator[str]:
 
 NEWEST_TESTED = {"torch": (2, 15), "Lightning": (2, 6)}  # as in benchmarks/matrix.py and the canary's workflow
 
-_THEIRS = ("torch", "torchmetrics", "pytorch_lightning", "lightning", "lightning_fabric")
+LIBRARIES = frozenset(("torch", "pytorch_lightning", "lightning", "lightning_fabric", "lightning_memguard"))
+"""The packages around the user's code; whose code it is, is asked by them."""
 # Where a path begins, if not at a trainer or another object of Lightning's.
 _OF_TORCH = ("torch", "operator", "definition", "mode", "storage", "node", "memory", "cuda", "optimizer")
 
@@ -178,7 +179,8 @@ def missing_in(error: BaseException) -> str:
         home = str(getattr(owner, "__module__", None) or getattr(owner, "__name__", "")).partition(".")[0]
         for need, path in _rows():
             named = any(name.startswith("_") and name in words for name in path.split("."))
-            missing = isinstance(find(path), Absent) if named and path.startswith("torch.") else home in _THEIRS
+            is_theirs = home in LIBRARIES | {"torchmetrics"}
+            missing = isinstance(find(path), Absent) if named and path.startswith("torch.") else is_theirs
             if named and missing:
                 return need.lacks(path)
     return ""

@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 
 from lightning_memguard.core.capture.holders import users_classes
+from lightning_memguard.core.foreign import LIBRARIES
 from lightning_memguard.core.replay.replay import replay
 from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.core.simulation.constants import KnownFakeMode, known_value
@@ -35,7 +36,7 @@ _FARTHEST = 1_000_000
 _LATE = 1000  # the place for what is computed from a counter
 _MOST_OBJECTS = 50_000
 # Packages whose own comparisons, as of a limit of steps, change nothing of a step.
-_NOT_THE_STEP = {"torch", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_memguard", "torchmetrics"}
+_NOT_THE_STEP = LIBRARIES | {"torchmetrics"}
 
 
 @dataclass(frozen=True)

@@ -25,11 +25,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_memguard.core.batch.nesting import is_dense
+from lightning_memguard.core.foreign import LIBRARIES
 
 _MOST_OBJECTS = 50_000
 _SAMPLED = 256  # entries of a long container that are looked at
 # Trainers, loops, loggers and optimizers lead everywhere.
-_SKIPPED = {"lightning", "pytorch_lightning", "lightning_fabric", "torch", "rich", "lightning_memguard", "builtins"}
+LEAD_EVERYWHERE = LIBRARIES | {"rich", "builtins"}
+_PYTHONS = sys.stdlib_module_names - {"__main__"}
 _WALKED = (nn.Module, Dataset, DataLoader)
 _CACHED = type(functools.lru_cache(len))
 _PLAIN = (bool, int, float, complex, type(None))
@@ -139,7 +141,7 @@ def _is_walked(thing: object) -> bool:
 def users_classes(cls: type) -> list[type]:
     """A class and those it inherits from that belong to neither Python, torch nor Lightning."""
     names = ((each, each.__module__.partition(".")[0]) for each in cls.__mro__)
-    return [each for each, name in names if name not in _SKIPPED and name not in sys.stdlib_module_names - {"__main__"}]
+    return [each for each, name in names if name not in LEAD_EVERYWHERE and name not in _PYTHONS]
 
 
 def _saved_by(node: object) -> Iterator[object]:

@@ -22,7 +22,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._mode_utils import no_dispatch
 
 from lightning_memguard.core.batch.nesting import batch_bytes, shapes_of, tensors_in
-from lightning_memguard.core.foreign import patched
+from lightning_memguard.core.foreign import LIBRARIES, patched
 from lightning_memguard.core.kernels.arguments import operands
 from lightning_memguard.core.simulation import streams
 from lightning_memguard.core.trace.trace import WAITS, Action, Event, Shapes
@@ -282,7 +282,7 @@ def plain_tensors(out: object, *, inside: bool = True) -> Iterator[Tensor]:
 
 
 # Packages around the model's own code.
-_NOT_THE_MODEL = {"torch", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_memguard", "contextlib"}
+_NOT_THE_MODEL = LIBRARIES | {"contextlib"}
 _END_OF_THE_STEP = "lightning_memguard.core.capture.capture"  # callers of it are not the model
 
 

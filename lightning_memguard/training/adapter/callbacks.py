@@ -17,7 +17,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils._pytree import tree_leaves
 
 from lightning_memguard.core.capture.capture import isolated
-from lightning_memguard.core.capture.holders import unregistered_tensors, users_classes
+from lightning_memguard.core.capture.holders import LEAD_EVERYWHERE, unregistered_tensors, users_classes
 from lightning_memguard.core.capture.recorder import Recorder, part_bytes
 from lightning_memguard.core.simulation.constants import suppose
 from lightning_memguard.core.simulation.fake import real_copy
@@ -236,12 +236,8 @@ def _tensors(thing: object, depth: int, seen: set[int]) -> Iterator[torch.Tensor
     elif isinstance(thing, (dict, list, tuple, set)):
         for value in list(thing.values() if isinstance(thing, dict) else thing):
             yield from _tensors(value, depth - 1, seen)
-    elif depth and not (type(thing).__module__.partition(".")[0] in _SKIPPED or is_a(thing, "Trainer")):
+    elif depth and not (type(thing).__module__.partition(".")[0] in LEAD_EVERYWHERE or is_a(thing, "Trainer")):
         yield from _tensors(getattr(thing, "__dict__", None), depth - 1, seen)
-
-
-# Trainers, loops, progress bars and loggers lead everywhere.
-_SKIPPED = ("builtins", "lightning", "pytorch_lightning", "lightning_fabric", "torch", "rich", "lightning_memguard")
 
 
 # -- parameters that are trained later
@@ -279,7 +275,7 @@ def hooks_that_compute(callbacks: Iterable[object]) -> list[str]:
     return [
         f"{type(callback).__name__}.{hook}"
         for callback, hook, function in hooks
-        if str(getattr(function, "__module__", "lightning")).partition(".")[0] not in _SKIPPED
+        if str(getattr(function, "__module__", "lightning")).partition(".")[0] not in LEAD_EVERYWHERE
         and _computes(callback, function)
     ]
 

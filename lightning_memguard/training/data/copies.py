@@ -26,6 +26,7 @@ from torch.utils.data import Dataset, Sampler
 
 from lightning_memguard.core.capture.capture import isolated
 from lightning_memguard.core.capture.holders import users_classes
+from lightning_memguard.core.foreign import LIBRARIES
 from lightning_memguard.core.isolation.pool import can_fork, is_forked
 from lightning_memguard.core.simulation.fake import isolated_rng
 from lightning_memguard.errors import CannotTraceError
@@ -170,7 +171,7 @@ def _is_code(thing: object) -> bool:
 def _is_plain(thing: object) -> bool:
     """Whether an object of the user's is just its attributes: its class does not define how it is copied."""
     kind = type(thing)
-    if kind.__module__.partition(".")[0] in ("torch", "lightning", "pytorch_lightning", "builtins"):
+    if kind.__module__.partition(".")[0] in LIBRARIES | {"builtins"}:
         return False
     names = ("__reduce_ex__", "__reduce__", "__getstate__", "__setstate__", "__copy__", "__deepcopy__")
     return all(getattr(kind, name, None) is getattr(object, name, None) for name in names)
