@@ -230,10 +230,11 @@ def attributes(owner: object) -> dict[str, Any]:
 def process_state(threads_before: list[threading.Thread]) -> dict[str, Any]:
     """State that a run could leave behind in the process."""
     modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.are_deterministic_algorithms_enabled()
-    # tqdm's monitor comes and goes, and those of a DataLoader's queues end a moment after it.
+    # tqdm's monitor comes and goes, those of a DataLoader's queues end a moment after it, and that of a launcher looks
+    # whether its processes have ended once in five seconds: after a run that is shorter, it is still there.
     new = [each for each in threading.enumerate() if each not in threads_before]
     names = sorted(type(each).__name__ for each in new if not each.name.startswith("QueueFeeder"))
-    threads = torch.get_num_threads(), [name for name in names if name != "TMonitor"]
+    threads = torch.get_num_threads(), [name for name in names if name not in ("TMonitor", "_ChildProcessObserver")]
     state = {"modes": modes, "threads": threads, "environment": sorted(os.environ), "folder": str(Path.cwd())}
     return {**state, "dtype": torch.get_default_dtype(), "warning filters": len(warnings.filters)}
 
