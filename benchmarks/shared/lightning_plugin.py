@@ -18,6 +18,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from torch.optim import Optimizer
 
 from lightning_memguard import MemGuard
 from lightning_memguard.training.adapter.loader_access import set_batch_size
-from lightning_memguard.training.data.loaders import rewrite_loaders
+from lightning_memguard.training.data.loaders import LoaderInfo, rewrite_loaders
 from lightning_memguard.training.facts.run_facts import ROLES, Stage, read_run_facts
 
 RUNS = ("fit", "validate", "test", "predict")
@@ -157,9 +158,10 @@ class Sized(Callback):
         if tuned is None or tuned["outcome"] != "tuned":
             return
         facts, size = read_run_facts(trainer, stage), tuned["batch_size"]
-        self.undo = [rewrite_loaders(trainer, facts, ROLES[stage], lambda: size)]
-        if tuned["validation_batch_size"]:
-            self.undo.append(rewrite_loaders(trainer, facts, "val", lambda: tuned["validation_batch_size"]))
+        for role, samples in {ROLES[stage]: size, "val": tuned["validation_batch_size"]}.items():
+            if samples:
+                unread = LoaderInfo(None, "", (), "the loader", role)
+                self.undo.append(rewrite_loaders(trainer, facts, unread, partial(int, samples)))
         self.undo.append(set_batch_size(pl_module, trainer.datamodule, size))
 
     def teardown(self, *_: Any, **__: Any) -> None:
@@ -218,7 +220,7 @@ def state_of(trainer: Trainer, folder: Path | None, before: list[threading.Threa
         "process": process_state(before),
         "files": files_in({folder, Path(trainer.default_root_dir)} - {None, Path.cwd()}),
     }  # fmt: skip
-    stable = functools.partial(UNNAMED.sub, "")
+    stable = partial(UNNAMED.sub, "")
     return {kind: {stable(name): stable(text) for name, text in flat(value)} for kind, value in kinds.items()}
 
 
