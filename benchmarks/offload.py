@@ -7,7 +7,8 @@ fuzz       random programs (views, writes in place, detached and `.data` writes,
 compiled   fused attention under Inductor, by block and whole, with the hooks switched on in mid-run (needs g++)
 peaks      the predicted peak next to PyTorch's profiler, for the zoo and three values of `keep_bytes`
 gpus       how far the predicted peak of a ResNet-50 and a GPT-2 falls on GPUs that are not there
-cost       microseconds for each saved tensor that stays, and that moves
+cost       microseconds for each saved tensor that stays, and that moves; and seconds of a step on the CPU that is
+           offloaded, or done in two halves whose gradients add up, next to the whole step, in turns
 
     python benchmarks/offload.py fuzz --count 5000
     python benchmarks/offload.py fuzz --show 17        # the program of one seed, and how it ends
@@ -19,6 +20,7 @@ from __future__ import annotations
 import argparse
 import random
 import re
+import statistics
 import sys
 import time
 import warnings
@@ -32,6 +34,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import default_collate
 
 from lightning_memguard import estimate, offload_activations
 from lightning_memguard.training.offload.engine import Offload
@@ -39,7 +42,19 @@ from lightning_memguard.training.offload.tiers import File, Host
 from shared.predicted import predict_here
 from shared.process import forked
 from shared.truth import measure_here
-from shared.zoo import CASES, Case, case_named, token_loss
+from shared.zoo import (
+    CASES,
+    Case,
+    EncoderClassifier,
+    Supervised,
+    case_named,
+    cnn,
+    images,
+    mlp,
+    token_classes,
+    token_loss,
+    vectors,
+)
 
 # -- random programs
 
@@ -532,7 +547,41 @@ def cost() -> int:
         print(
             f"{name:<22} {forward:6.2f} us in the forward pass, {backward:6.2f} us in the backward pass, a saved tensor"
         )
+    for name, network, dataset, size in STEPPED:
+        steps(name, Supervised(network(), "adam", F.cross_entropy), dataset(size))
     return 0
+
+
+ROUNDS = 21  # the first warms up
+PLAIN = nullcontext()
+STEPPED: tuple[tuple[str, Callable[[], nn.Module], Callable[[int], Any], int], ...] = (
+    ("mlp", mlp, vectors(512), 1024),
+    ("cnn", cnn, images(3, 32), 64),
+    ("transformer", lambda: EncoderClassifier(depth=4), token_classes(4000, 64), 32),
+)
+
+
+def steps(name: str, module: Supervised, dataset: Any) -> None:
+    """Time a step that is whole, offloaded, and in two halves, in turns."""
+    optimizer, offload = module.configure_optimizers(), Offload(module)
+    batch = default_collate([dataset[place] for place in range(len(dataset))])
+    halves = [tuple(half) for half in zip(*(each.chunk(2) for each in batch), strict=True)]
+
+    def step(parts: Sequence[Any], hooks: AbstractContextManager[Any] = PLAIN) -> float:
+        started = time.perf_counter()
+        for part in parts:
+            with hooks:
+                loss = module.training_step(part, 0) / len(parts)
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return time.perf_counter() - started
+
+    rounds = [(step([batch]), step([batch], offload), step(halves)) for _ in range(ROUNDS)][1:]
+    ratios = [statistics.quantiles(each[place] / each[0] for each in rounds) for place in (1, 2)]
+    offloaded, halved = (f"{middle:.2f} ({low:.2f} to {high:.2f})" for low, middle, high in ratios)
+    whole = 1e3 * statistics.median(each[0] for each in rounds)
+    print(f"{name:<12} {whole:.1f} ms; offloaded {offloaded} times as long, {offload.moved_bytes:,} B; halved {halved}")
 
 
 def main() -> int:

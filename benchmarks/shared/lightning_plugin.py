@@ -18,6 +18,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from torch.optim import Optimizer
 
 from lightning_memguard import MemGuard
 from lightning_memguard.training.adapter.loader_access import set_batch_size
-from lightning_memguard.training.data.loaders import rewrite_loaders
+from lightning_memguard.training.data.loaders import LoaderInfo, rewrite_loaders
 from lightning_memguard.training.facts.run_facts import ROLES, Stage, read_run_facts
 
 RUNS = ("fit", "validate", "test", "predict")
@@ -157,9 +158,10 @@ class Sized(Callback):
         if tuned is None or tuned["outcome"] != "tuned":
             return
         facts, size = read_run_facts(trainer, stage), tuned["batch_size"]
-        self.undo = [rewrite_loaders(trainer, facts, ROLES[stage], lambda: size)]
-        if tuned["validation_batch_size"]:
-            self.undo.append(rewrite_loaders(trainer, facts, "val", lambda: tuned["validation_batch_size"]))
+        for role, samples in {ROLES[stage]: size, "val": tuned["validation_batch_size"]}.items():
+            if samples:
+                unread = LoaderInfo(None, "", (), "the loader", role)
+                self.undo.append(rewrite_loaders(trainer, facts, unread, partial(int, samples)))
         self.undo.append(set_batch_size(pl_module, trainer.datamodule, size))
 
     def teardown(self, *_: Any, **__: Any) -> None:
@@ -218,7 +220,7 @@ def state_of(trainer: Trainer, folder: Path | None, before: list[threading.Threa
         "process": process_state(before),
         "files": files_in({folder, Path(trainer.default_root_dir)} - {None, Path.cwd()}),
     }  # fmt: skip
-    stable = functools.partial(UNNAMED.sub, "")
+    stable = partial(UNNAMED.sub, "")
     return {kind: {stable(name): stable(text) for name, text in flat(value)} for kind, value in kinds.items()}
 
 
@@ -230,10 +232,11 @@ def attributes(owner: object) -> dict[str, Any]:
 def process_state(threads_before: list[threading.Thread]) -> dict[str, Any]:
     """State that a run could leave behind in the process."""
     modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.are_deterministic_algorithms_enabled()
-    # tqdm's monitor comes and goes, and those of a DataLoader's queues end a moment after it.
+    # tqdm's monitor comes and goes, those of a DataLoader's queues end a moment after it, and that of a launcher looks
+    # whether its processes have ended once in five seconds: after a run that is shorter, it is still there.
     new = [each for each in threading.enumerate() if each not in threads_before]
     names = sorted(type(each).__name__ for each in new if not each.name.startswith("QueueFeeder"))
-    threads = torch.get_num_threads(), [name for name in names if name != "TMonitor"]
+    threads = torch.get_num_threads(), [name for name in names if name not in ("TMonitor", "_ChildProcessObserver")]
     state = {"modes": modes, "threads": threads, "environment": sorted(os.environ), "folder": str(Path.cwd())}
     return {**state, "dtype": torch.get_default_dtype(), "warning filters": len(warnings.filters)}
 

@@ -65,6 +65,11 @@ def test_a_rank_that_fails_leaves_both_as_they_were(seen: dict[str, tuple[Seen, 
         assert (rank["error"], rank["sizes"]) == ("", [2] * 4)
 
 
+def test_a_rank_whose_activations_are_elsewhere_trains_as_all_others(seen: dict[str, tuple[Seen, Seen]]) -> None:
+    for rank in seen["one offloads"]:
+        assert (rank["error"], rank["alike"], rank["offloaded"]) == ("", True, [4])
+
+
 def test_a_second_fit_is_tuned_unless_its_module_is_sharded_already(seen: dict[str, tuple[Seen, Seen]]) -> None:
     for rank in seen["twice"]:
         assert rank["first"] == rank["second"]

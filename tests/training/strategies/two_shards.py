@@ -225,6 +225,16 @@ def one_fails() -> Seen:
         return fit(MemGuard(batch_size="largest", budget=BUDGET), strategy(2, 1), 2)[0]
 
 
+def one_offloads() -> Seen:
+    """A fit in which one rank keeps its activations elsewhere, next to one without MemGuard."""
+    whole = module_of()
+    trainer_of(strategy(2, 1), [], 2).fit(whole, data_of(2))
+    guard = MemGuard(max_batch_size=2, offload="always" if os.environ["LOCAL_RANK"] == "1" else "never")
+    seen, module = fit(guard, strategy(2, 1), 2)
+    alike = all(map(torch.equal, locals_of(whole), locals_of(module)))
+    return {**seen, "alike": alike, "offloaded": [record.offloaded for record in guard.records]}
+
+
 def twice() -> Seen:
     """Two modules with one Trainer, and the second of them once more: it is sharded by then."""
     guard, modules = MemGuard(batch_size="largest", budget=BUDGET), [module_of(), module_of()]
@@ -257,6 +267,7 @@ def scenarios(folder: Path) -> dict[str, Callable[[], Seen]]:
         "tensor": lambda: tuned(1, 2),
         "one fails": one_fails,
         "runs out": lambda: fit(MemGuard(mode="tune", max_batch_size=2), strategy(2, 1), 2, RunsOut)[0],
+        "one offloads": one_offloads,
         "twice": twice,
         "effective": lambda: fit(MemGuard(budget=BUDGET, keep_effective_batch_size=240), strategy(1, 2), 2)[0],
         "validates": lambda: fit(MemGuard(batch_size="largest", budget=BUDGET), strategy(2, 1), 2, limit_val_batches=2)[
