@@ -154,10 +154,11 @@ class Limits:
                 check_count(name, value)
         smallest = up(self.min_batch_size, self.multiple_of)
         if self.max_batch_size is not None and smallest > self.max_batch_size:
-            raise MemGuardError(
-                f"min_batch_size={self.min_batch_size} (in multiples of {self.multiple_of}) is above "
-                f"max_batch_size={self.max_batch_size}: no batch size is left to choose."
-            )
+            least, most = f"min_batch_size={self.min_batch_size}", f"max_batch_size={self.max_batch_size}"
+            why = f"{least} is above {most}"
+            if self.multiple_of > 1:
+                why = f"multiple_of={self.multiple_of} has no multiple from {least} to {most}"
+            raise MemGuardError(f"No batch size is left to choose: {why}.")
 
     def request(
         self, batch_size: int, *, unit: int, dataset_size: int | None, accumulate_grad_batches: int, ranks: int
