@@ -266,6 +266,15 @@ def test_after_the_training_one_line_compares_predicted_and_measured():
     )
 
 
+def test_the_last_line_has_the_bound_that_the_first_compares_with_the_budget():
+    record = epoch(22 * GIB, 22 * GIB + MIB)
+    record = replace(record, predicted=record.predicted.plus_outside(GIB))
+    assert last_line([record]) == (
+        "MemGuard: predicted a peak of 22.0 GiB (at most 23.0 GiB), measured 22.0 GiB (nvml): +0.0%; "
+        "batch size 96, 1 epoch."
+    )
+
+
 def test_of_several_epochs_the_one_with_the_highest_peak_is_reported():
     records = [epoch(22 * GIB, 20 * GIB), epoch(22 * GIB, 44 * GIB, batch_size=64), epoch(22 * GIB, 21 * GIB)]
     assert last_line(records) == (
