@@ -222,7 +222,7 @@ def warning_of(decision: Decision) -> str:
     """Return the warning for a user to act on: MemGuard did not do as asked, or the step may not fit. Else empty."""
     footprint, budget = decision.footprint, decision.budget
     if footprint is None or budget is None:
-        return f"MemGuard did not tune this run: {decision.because}"
+        return f"MemGuard did not tune this run: {decision.because.rstrip('.')}."
     if decision.verdict == "does not fit" and decision.host and decision.host.overrun:
         return decision.reason
     if decision.verdict == "does not fit":
@@ -232,7 +232,7 @@ def warning_of(decision: Decision) -> str:
             less = format_bytes(footprint.parts["optimizer_state"])
             remedy = f" ModelCheckpoint(save_weights_only=True) needs {less} less."
         return (
-            f"{decision.reason} It is predicted to need {peak_range(footprint)}; {budget.device} offers "
+            f"{decision.reason} The run is predicted to need {peak_range(footprint)}; {budget.device} offers "
             f"{format_bytes(budget.usable_bytes)} after the margin ({budget.source}).{remedy}"
         )
     return decision.reason if decision.because and decision.outcome != "checked" else ""
@@ -254,7 +254,7 @@ def last_line(records: Sequence[EpochRecord]) -> str:
     run = f"{f'largest batch {footprint.batch}' if footprint.batch else size}, {counted(len(records), 'epoch')}{more}."
     if not measured.peak_bytes:
         return f"MemGuard: predicted {predicted}; no measurement ({measured.source}); {run}"
-    too_small = "" if worst.has_error else ", too little to compare"
+    too_small = "" if worst.has_error else ", too small to compare"
     error = " with them" if footprint.is_partial else too_small or f": {signed(worst.error_ratio)}"
     seconds, expected = measured.step_seconds, footprint.step_seconds
     if seconds:

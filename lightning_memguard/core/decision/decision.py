@@ -366,8 +366,8 @@ def sentence_of(decision: Decision) -> str:
         return f"{batch} is unchanged, and whether it fits is unknown{': ' if reason else ''}{reason}. {takes}."
     because = f"{': ' if decision.outcome == 'tuned' else '; unchanged because '}{reason}" if reason else ""
     if decision.verdict == "does not fit":
-        return f"{batch} {_why_not(decision, footprint, because)}."
-    return _why_it_fits(decision, batch, because)
+        return f"{batch} {_why_not(decision, footprint, because)}.{_up_to(decision)}"
+    return _why_it_fits(decision, batch, because) + (_OUT_OF_TIME if footprint.is_cut else "")
 
 
 def _why_it_fits(decision: Decision, batch: str, because: str) -> str:
@@ -404,14 +404,15 @@ def _was(decision: Decision) -> str:
 
 
 def _up_to(decision: Decision) -> str:
-    """Say how large a batch would fit, and the argument that chooses it; empty if that is no more, or unknown."""
-    largest = decision.largest_batch_size
-    if largest is None or largest <= decision.batch_size or decision.loader_batch_sizes:
+    """Say how large a batch would fit, and the argument that grows to it; empty if that is no other, or unknown."""
+    largest, size, fits = decision.largest_batch_size, decision.batch_size, decision.fits
+    if not largest or largest == size or (largest < size) == fits or decision.loader_batch_sizes:
         return ""
     about = largest - largest % 10 ** max(0, len(str(largest)) - 2) if largest >= _ROUNDED else largest
-    return f" Up to {about:,} would{'' if decision.outcome == 'checked' else _LARGEST}."
+    return f" Up to {about:,} would{_LARGEST if fits and decision.outcome != 'checked' else ''}."
 
 
+_OUT_OF_TIME = " Time was up (max_setup_seconds) before captures checked that."
 _ROUNDED = 1000
 _LARGEST = ' (batch_size="largest")'
 

@@ -85,7 +85,7 @@ def test_tensors_of_a_small_run_are_measured_to_the_byte_and_compared(tmp_path, 
         assert 0.97 * low <= logged["memguard/actual_peak_gib"] <= high
     said = caplog.text
     assert "(tensors; the process took " in said
-    assert "too little to compare" not in said
+    assert "too small to compare" not in said
 
 
 class KeepsReference(Net):
