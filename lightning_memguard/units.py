@@ -47,6 +47,15 @@ def counted(count: int, noun: str) -> str:
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
+def signed(ratio: float, digits: int = 1) -> str:
+    """Write a relative difference as a percentage with its sign; zero has the sign of none that is below it.
+
+    >>> signed(-0.1234), signed(-0.0001)
+    ('-12.3%', '+0.0%')
+    """
+    return f"{round(ratio, digits + 2) + 0.0:+.{digits}%}"
+
+
 def share_of(nbytes: int, whole: int) -> str:
     """Write bytes and the whole that they are a part of, with the unit once if both have the same.
 
@@ -57,12 +66,13 @@ def share_of(nbytes: int, whole: int) -> str:
     return f"{part.removesuffix(f' {unit}')} of {number} {unit}"
 
 
-def parse_bytes(quantity: int | str) -> int:
+def parse_bytes(quantity: int | str, name: str = "") -> int:
     """Read a number of bytes as people write it.
 
     Args:
         quantity: an ``int`` of bytes, or text such as ``"24GiB"``, ``"800 MB"`` or ``"1_000_000"``.
             ``KiB``, ``MiB``, ``GiB``, ``TiB`` are powers of 1024; ``KB``, ``MB``, ``GB``, ``TB`` powers of 1000.
+        name: the setting that it was passed as, for errors.
 
     Returns:
         The number of bytes, rounded down.
@@ -73,19 +83,20 @@ def parse_bytes(quantity: int | str) -> int:
     >>> parse_bytes("24GiB")
     25769803776
     """
+    passed = f"{name}={quantity!r}" if name else repr(quantity)
     if isinstance(quantity, bool) or not isinstance(quantity, (int, str)):
-        raise MemGuardError(f"{quantity!r} is not a number of bytes; pass an int, or text such as '24GiB'.")
-    nbytes = quantity if isinstance(quantity, int) else _parse_text(quantity)
+        raise MemGuardError(f"{passed} is not a number of bytes; pass an int, or text such as '24GiB'.")
+    nbytes = quantity if isinstance(quantity, int) else _parse_text(quantity, passed)
     if nbytes <= 0:
-        raise MemGuardError(f"{quantity!r} is not a positive number of bytes; pass an int, or text such as '24GiB'.")
+        raise MemGuardError(f"{passed} is not a positive number of bytes; pass an int, or text such as '24GiB'.")
     return nbytes
 
 
-def _parse_text(text: str) -> int:
+def _parse_text(text: str, passed: str) -> int:
     match = _QUANTITY.fullmatch(text)
     scale = (_BINARY | _DECIMAL).get(match[2].upper()) if match else None
     if match is None or scale is None:
         raise MemGuardError(
-            f"{text!r} is not a quantity of bytes; pass an int, or text such as '24GiB', '800MB' or '512 MiB'."
+            f"{passed} is not a quantity of bytes; pass an int, or text such as '24GiB', '800MB' or '512 MiB'."
         )
     return int(Decimal(match[1].replace("_", "")) * scale)

@@ -20,7 +20,7 @@ from lightning_memguard.core.replay.history import line_of, operator_of, without
 from lightning_memguard.report.decision_table import new_table, setup_text
 from lightning_memguard.report.page_data import budget_data, footprint_data, layer_data, picked
 from lightning_memguard.report.words import ACCURACY, duration, time_range
-from lightning_memguard.units import counted, format_bytes, format_count
+from lightning_memguard.units import counted, format_bytes, format_count, signed
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -166,7 +166,7 @@ def print_advice(advice: Sequence[Advice], on: Plan, console: Console) -> None:
     table = new_table(title, "Remedy", ">At most", ">Saves", ">Fits", ">Time", "Costs", no_wrap=True)
     for each in advice:
         peak, saved = format_bytes(each.footprint.most_device_bytes), format_bytes(each.saved_bytes)
-        time = "" if each.time_ratio is None else f"{each.time_ratio - 1:+.0%}"
+        time = "" if each.time_ratio is None else signed(each.time_ratio - 1, 0)
         table.add_row(" + ".join(each.remedies), peak, saved, "yes" if each.fits else "NO", time, "; ".join(each.costs))
     console.print(table)
     if not any(each.fits for each in advice):
@@ -262,7 +262,7 @@ def print_alternatives(
     for row in rows:
         found = row.replay
         change = found.peak_reserved_bytes / max(1, compared.peak_reserved_bytes) - 1
-        figures = [format_bytes(found.peak_reserved_bytes), f"{change:+.1%}" if row.setting else ""]
+        figures = [format_bytes(found.peak_reserved_bytes), signed(change) if row.setting else ""]
         figures += [format_bytes(found.cached_bytes), format_bytes(found.pinned_bytes)]
         times = "once" if found.retries == 1 else f"{found.retries:,} times"
         released = f", after releasing its cache {times}" if found.retries else ""
@@ -463,7 +463,7 @@ def print_measurements(found: Sequence[Measurement], damaged: int, path: Path, c
     table = new_table(f"Measurements in {path}", *heads, *figures, "Step")
     for each in found:
         peaks = format_bytes(each.predicted_bytes), format_bytes(each.measured_bytes)
-        ratio = f"{each.measured_bytes / each.predicted_bytes - 1:+.1%}"
+        ratio = signed(each.measured_bytes / each.predicted_bytes - 1)
         when, gpu = each.time[:16].replace("T", " "), each.setting.gpu
         table.add_row(when, each.module, gpu, each.precision, str(each.batch_size), *peaks, ratio, each.step)
     console.print(table)

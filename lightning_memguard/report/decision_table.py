@@ -21,7 +21,7 @@ from lightning_memguard.report.words import (
     size_of,
     step_words,
 )
-from lightning_memguard.units import counted, format_bytes
+from lightning_memguard.units import counted, format_bytes, signed
 
 Row = tuple[str, str, str]
 """A part or a total, its size, its share; mypy names what a further column changes, except the rule of `markdown`."""
@@ -222,7 +222,7 @@ def warning_of(decision: Decision) -> str:
     """Return the warning for a user to act on: MemGuard did not do as asked, or the step may not fit. Else empty."""
     footprint, budget = decision.footprint, decision.budget
     if footprint is None or budget is None:
-        return f"MemGuard did not tune this run: {decision.because}"
+        return f"MemGuard did not tune this run: {decision.because.rstrip('.')}."
     if decision.verdict == "does not fit" and decision.host and decision.host.overrun:
         return decision.reason
     if decision.verdict == "does not fit":
@@ -232,7 +232,7 @@ def warning_of(decision: Decision) -> str:
             less = format_bytes(footprint.parts["optimizer_state"])
             remedy = f" ModelCheckpoint(save_weights_only=True) needs {less} less."
         return (
-            f"{decision.reason} It is predicted to need {peak_range(footprint)}; {budget.device} offers "
+            f"{decision.reason} The run is predicted to need {peak_range(footprint)}; {budget.device} offers "
             f"{format_bytes(budget.usable_bytes)} after the margin ({budget.source}).{remedy}"
         )
     return decision.reason if decision.because and decision.outcome != "checked" else ""
@@ -242,8 +242,9 @@ def last_line(records: Sequence[EpochRecord]) -> str:
     """One line for the end of a fit: predicted versus measured."""
     worst = max(records, key=lambda record: record.measured.taken_bytes)
     footprint, measured = worst.predicted, worst.measured
-    size = format_bytes(footprint.peak_device_bytes)
-    predicted = f"{size} without activations" if footprint.is_partial else f"a peak of {size}"
+    size, most = format_bytes(footprint.peak_device_bytes), format_bytes(footprint.most_device_bytes)
+    at_most = f" (at most {most})" if most != size else ""  # which the decision's line compares with the budget
+    predicted = f"{size} without activations" if footprint.is_partial else f"a peak of {size}{at_most}"
     offloaded = sum(record.offloaded for record in records)
     more = f", {counted(offloaded, 'step')} with activations on the host" if offloaded else ""
     size = f"batch size {batch_sizes(worst, worst.batch_size)}"
@@ -253,8 +254,8 @@ def last_line(records: Sequence[EpochRecord]) -> str:
     run = f"{f'largest batch {footprint.batch}' if footprint.batch else size}, {counted(len(records), 'epoch')}{more}."
     if not measured.peak_bytes:
         return f"MemGuard: predicted {predicted}; no measurement ({measured.source}); {run}"
-    too_small = "" if worst.has_error else ", too little to compare"
-    error = " with them" if footprint.is_partial else too_small or f": {worst.error_ratio:+.1%}"
+    too_small = "" if worst.has_error else ", too small to compare"
+    error = " with them" if footprint.is_partial else too_small or f": {signed(worst.error_ratio)}"
     seconds, expected = measured.step_seconds, footprint.step_seconds
     if seconds:
         run = f"{duration(seconds)} a step{f', predicted {duration(expected.likely)}' if expected else ''}; {run}"

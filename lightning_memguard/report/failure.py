@@ -159,8 +159,11 @@ def _outside_of_steps(measured: Measured, outside: Mapping[str, int], shapes: in
     tensors = format_bytes(measured.peak_bytes)
     if measured.where in AFTER:
         return f"Its tensors took {tensors} in {measured.where}, not in a step: another batch size changes little"
-    rest = format_bytes((measured.process_bytes or 0) - measured.peak_bytes)
-    named = ", ".join(f"{what} {format_bytes(nbytes)}" for what, nbytes in outside.items() if nbytes >= MIB)
+    rest_bytes = (measured.process_bytes or 0) - measured.peak_bytes
+    rest = format_bytes(rest_bytes)
+    # malloc may also use pages that the process had before: what it holds is no more than the process has grown by
+    shown = {what: min(nbytes, rest_bytes) for what, nbytes in outside.items() if nbytes >= MIB}
+    named = ", ".join(f"{what} {format_bytes(nbytes)}" for what, nbytes in shown.items())
     cache = ""
     if shapes >= _MANY_SHAPES:
         cache = (

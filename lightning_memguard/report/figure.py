@@ -16,7 +16,7 @@ from lightning_memguard.core.decision.decision import Decision, batch_sizes, par
 from lightning_memguard.core.decision.record import EpochRecord, Measured
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.report.words import COLORS, bounds_of, peak_range, source_words, ticks
-from lightning_memguard.units import format_bytes
+from lightning_memguard.units import format_bytes, signed
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -100,7 +100,7 @@ def picture_of_setup(decision: Decision) -> Picture:
 def picture_of_epoch(record: EpochRecord) -> Picture:
     """Predicted versus measured."""
     footprint, measured = record.predicted, record.measured
-    error = f" ({record.error_ratio:+.1%})" if record.has_error else ""
+    error = f" ({signed(record.error_ratio)})" if record.has_error else ""
     peak = f"measured {format_bytes(measured.peak_bytes)}{error}"
     return Picture(
         f"Epoch {record.epoch}, batch size {batch_sizes(record, record.batch_size)}",

@@ -25,7 +25,7 @@ from lightning_memguard.report import charts
 from lightning_memguard.report.decision_table import method_words, peaks_of, sentence, totals_of
 from lightning_memguard.report.page_data import CurvePoint, Report, report_data
 from lightning_memguard.report.words import COLORS, byte_range, peak_words, with_stage
-from lightning_memguard.units import format_bytes, format_count
+from lightning_memguard.units import format_bytes, format_count, signed
 
 if TYPE_CHECKING:
     from lightning_memguard.core.layers.layers import Layer, LayerTable
@@ -236,7 +236,7 @@ def _epoch(record: EpochRecord, scale: float, counts: Sequence[int]) -> str:
         batch_sizes(record, record.batch_size),
         format_bytes(predicted),
         format_bytes(measured) if measured else "unknown",
-        f"{record.error_ratio:+.1%}" if record.has_error else "",
+        signed(record.error_ratio) if record.has_error else "",
         *([format_bytes(record.measured.process_bytes)] if record.measured.process_bytes else []),
         format_bytes(record.headroom_bytes),
         *counts,

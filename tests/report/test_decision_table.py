@@ -236,8 +236,8 @@ def test_names_in_a_reason_stay_as_they_are_in_markdown():
             "batch size 96 fits: 22.0 of 23.0 GiB; unchanged because the loader",
         ),
         ({"outcome": "kept", "because": "it raises", "footprint": STATES_ALONE}, "batch size 96 is unchanged, and"),
-        ({"outcome": "checked", "budget": L4}, "batch size 96 does NOT fit. It is predicted to need 22.0 GiB; NVIDIA"),
-        ({"footprint": None, "because": "no loader"}, "MemGuard did not tune this run: no loader"),
+        ({"outcome": "checked", "budget": L4}, "batch size 96 does NOT fit. The run is predicted to need 22.0 GiB; NV"),
+        ({"footprint": None, "because": "no loader"}, "MemGuard did not tune this run: no loader."),
     ],
 )
 def test_it_warns_where_something_is_to_be_done_about_it(change, start):
@@ -252,6 +252,20 @@ def test_what_is_said_in_a_warning_can_be_left_out_of_the_table():
     assert "batch size 96 (was 32)" not in text
 
 
+def test_a_batch_that_does_not_fit_is_checked_and_the_largest_that_would_is_named():
+    small, why = replace(HOST, free_bytes=3 * MIB), 'mode="check" changes nothing'
+    assert replace(CHECKED, budget=small, because=why, largest_batch_size=5).reason == (
+        'batch size 8 does NOT fit; unchanged because mode="check" changes nothing. Up to 5 would.'
+    )
+
+
+def test_a_batch_that_fits_by_a_prediction_that_was_cut_short_says_so():
+    cut = ON_CPU.doubted("one draw", Peak(5 * MIB, 5 * MIB, 5 * MIB))
+    assert replace(CHECKED, footprint=cut).reason == (
+        "batch size 8 fits: 5.0 of 10.0 MiB. Time was up (max_setup_seconds) before captures checked that."
+    )
+
+
 # The last line
 
 
@@ -263,6 +277,15 @@ def epoch(predicted: int, measured: int, batch_size: int = 96) -> EpochRecord:
 def test_after_the_training_one_line_compares_predicted_and_measured():
     assert last_line([epoch(22 * GIB, 20 * GIB)]) == (
         "MemGuard: predicted a peak of 22.0 GiB, measured 20.0 GiB (nvml): +10.0%; batch size 96, 1 epoch."
+    )
+
+
+def test_the_last_line_has_the_bound_that_the_first_compares_with_the_budget():
+    record = epoch(22 * GIB, 22 * GIB + MIB)
+    record = replace(record, predicted=record.predicted.plus_outside(GIB))
+    assert last_line([record]) == (
+        "MemGuard: predicted a peak of 22.0 GiB (at most 23.0 GiB), measured 22.0 GiB (nvml): +0.0%; "
+        "batch size 96, 1 epoch."
     )
 
 

@@ -110,6 +110,12 @@ def test_no_batch_size_is_advised_for_memory_that_is_left_behind():
     assert text.endswith("It grows by what is left behind in `self.outputs` (model.py:41), as was said before.")
 
 
+def test_what_libraries_hold_is_no_more_of_a_peak_than_what_its_tensors_leave():
+    measured = Measured(6 * GIB, "tensors", process_bytes=9 * GIB, where="a training step")
+    text = overrun_words(FOOTPRINT, measured, BUDGET, None, None, outside={"kept by libraries and objects": 8 * GIB})
+    assert "3.0 GiB are outside of tensors (now: kept by libraries and objects 3.0 GiB)" in text
+
+
 def test_where_the_data_sets_the_sizes_of_its_batches_none_is_advised():
     bucket = replace(FOOTPRINT, batch="3 x 512")
     text = note(replace(FAILURE, predicted=bucket, would_fit=None))

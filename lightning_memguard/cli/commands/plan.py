@@ -65,7 +65,7 @@ def run(options: argparse.Namespace) -> bool:
 
         if options.report is not None:
             _check_folder(options.report)
-        budget = None if options.budget is None else parse_bytes(options.budget)
+        budget = None if options.budget is None else parse_bytes(options.budget, "--budget")
         limits = Limits(options.margin, budget, options.min_batch_size, options.max_batch_size)
         measured = Path(options.measured) if options.measured else None
         devices = list(dict.fromkeys(options.device or default_devices()))

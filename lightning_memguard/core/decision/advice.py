@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from lightning_memguard.core.decision.decision import needed_words
 from lightning_memguard.core.replay.footprint import Footprint
-from lightning_memguard.units import format_bytes
+from lightning_memguard.units import format_bytes, signed
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def text(advice: Advice) -> str:
     """
     need = needed_words(advice.footprint)
     verdict = "fits" if advice.fits else "does not fit"
-    time = "" if advice.time_ratio is None else f"{advice.time_ratio - 1:+.0%} time a sample"
+    time = "" if advice.time_ratio is None else f"{signed(advice.time_ratio - 1, 0)} time a sample"
     return (
         f"{' + '.join(advice.remedies)}: {need}, {format_bytes(advice.saved_bytes)} less, {verdict}. "
         f"{'; '.join(advice.how)}. {larger_batch(advice)}Costs: "

@@ -154,10 +154,11 @@ class Limits:
                 check_count(name, value)
         smallest = up(self.min_batch_size, self.multiple_of)
         if self.max_batch_size is not None and smallest > self.max_batch_size:
-            raise MemGuardError(
-                f"min_batch_size={self.min_batch_size} (in multiples of {self.multiple_of}) is above "
-                f"max_batch_size={self.max_batch_size}: no batch size is left to choose."
-            )
+            least, most = f"min_batch_size={self.min_batch_size}", f"max_batch_size={self.max_batch_size}"
+            why = f"{least} is above {most}"
+            if self.multiple_of > 1:
+                why = f"multiple_of={self.multiple_of} has no multiple from {least} to {most}"
+            raise MemGuardError(f"No batch size is left to choose: {why}.")
 
     def request(
         self, batch_size: int, *, unit: int, dataset_size: int | None, accumulate_grad_batches: int, ranks: int
@@ -365,8 +366,8 @@ def sentence_of(decision: Decision) -> str:
         return f"{batch} is unchanged, and whether it fits is unknown{': ' if reason else ''}{reason}. {takes}."
     because = f"{': ' if decision.outcome == 'tuned' else '; unchanged because '}{reason}" if reason else ""
     if decision.verdict == "does not fit":
-        return f"{batch} {_why_not(decision, footprint, because)}."
-    return _why_it_fits(decision, batch, because)
+        return f"{batch} {_why_not(decision, footprint, because)}.{_up_to(decision)}"
+    return _why_it_fits(decision, batch, because) + (_OUT_OF_TIME if footprint.is_cut else "")
 
 
 def _why_it_fits(decision: Decision, batch: str, because: str) -> str:
@@ -403,14 +404,15 @@ def _was(decision: Decision) -> str:
 
 
 def _up_to(decision: Decision) -> str:
-    """Say how large a batch would fit, and the argument that chooses it; empty if that is no more, or unknown."""
-    largest = decision.largest_batch_size
-    if largest is None or largest <= decision.batch_size or decision.loader_batch_sizes:
+    """Say how large a batch would fit, and the argument that grows to it; empty if that is no other, or unknown."""
+    largest, size, fits = decision.largest_batch_size, decision.batch_size, decision.fits
+    if not largest or largest == size or (largest < size) == fits or decision.loader_batch_sizes:
         return ""
     about = largest - largest % 10 ** max(0, len(str(largest)) - 2) if largest >= _ROUNDED else largest
-    return f" Up to {about:,} would{'' if decision.outcome == 'checked' else _LARGEST}."
+    return f" Up to {about:,} would{_LARGEST if fits and decision.outcome != 'checked' else ''}."
 
 
+_OUT_OF_TIME = " Time was up (max_setup_seconds) before captures checked that."
 _ROUNDED = 1000
 _LARGEST = ' (batch_size="largest")'
 

@@ -46,7 +46,7 @@ def read_budget(
     if budget is not None:
         if memory is not None and budget > memory.free_bytes:
             warnings.warn(
-                f"budget={format_bytes(budget)} is more than {name} has free: {format_bytes(memory.free_bytes)} of "
+                f"budget={format_bytes(budget)} is more than is free on {name}: {format_bytes(memory.free_bytes)} of "
                 f"{format_bytes(memory.total_bytes)} ({memory.source}). The budget stays as given, and the training "
                 "may run out of memory: lower `budget`, free memory on the device, or leave `budget` out.",
                 stacklevel=2,

@@ -289,12 +289,19 @@ def _fork() -> int:
     """
     if not can_fork():
         raise OSError("this system cannot fork")
-    with warnings.catch_warnings():  # of other threads: what they hold, the child cannot wait for, and it is given up
-        warnings.simplefilter("ignore", DeprecationWarning)
-        try:
-            return os.fork()
-        except OSError as error:
-            raise OSError(f"no process could be forked ({error})") from error
+    # Python 3.12 warns of other threads: what they hold, the child cannot wait for, and it is given up. The functions
+    # that change filters, and `catch_warnings`, make Python forget which warnings it has shown: they would come again.
+    filters = cast("list[object]", warnings.filters)
+    filters.insert(0, _OF_THREADS)
+    try:
+        return os.fork()
+    except OSError as error:
+        raise OSError(f"no process could be forked ({error})") from error
+    finally:
+        filters.remove(_OF_THREADS)
+
+
+_OF_THREADS = ("ignore", None, DeprecationWarning, None, 0)
 
 
 def _ending(status: int | None) -> str:

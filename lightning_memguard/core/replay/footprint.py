@@ -17,6 +17,7 @@ from lightning_memguard.core.replay.snapshot import save_snapshot
 from lightning_memguard.core.shown import Shown
 from lightning_memguard.core.trace.trace import OPTIONAL_PARTS, PARTS, WAITS, Event, Method, Trace
 from lightning_memguard.errors import MemGuardError
+from lightning_memguard.units import format_bytes
 
 
 @dataclass(frozen=True)
@@ -134,6 +135,13 @@ class Footprint(Shown):
     learned_from: str = ""
     timing: Timing | None = field(default=None, repr=False, compare=False)
     seconds_ratio: float = 1.0
+
+    def __repr__(self) -> str:
+        peak, most = format_bytes(self.peak_device_bytes), format_bytes(self.most_device_bytes)
+        parts = {part: format_bytes(nbytes) for part, nbytes in self.parts.items() if nbytes}
+        shown = {"batch_size": self.batch_size, "device": self.device, "peak": peak, "at_most": most, "parts": parts}
+        shown |= {name: getattr(self, name) for name in ("phase", "module", "method", "notes")}
+        return f"Footprint({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
 
     @property
     def step_seconds(self) -> Range[float] | None:

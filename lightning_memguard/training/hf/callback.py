@@ -77,7 +77,7 @@ class MemGuardCallback(_Base):  # type: ignore[misc]
     ) -> None:
         if offload not in ("if_needed", "never"):
             raise MemGuardError(f'offload={offload!r} is unknown: "if_needed" or "never".')
-        self._limits = Limits(margin, None if budget is None else parse_bytes(budget))
+        self._limits = Limits(margin, None if budget is None else parse_bytes(budget, "budget"))
         self._wanted, self._loss = offload, loss
         self.decision: Decision | None = None
         self.records: list[EpochRecord] = []

@@ -112,7 +112,7 @@ def _batches_to_evaluate(trainer: Trainer) -> list[int | float]:
 
 
 def _parsed(name: str, budget: int | str | None) -> int | None:
-    nbytes = None if budget is None else parse_bytes(budget)
+    nbytes = None if budget is None else parse_bytes(budget, name)
     if nbytes is not None and nbytes < KIB:
         raise MemGuardError(f"{name}={budget!r} is {nbytes} bytes, too small to train in; is '{budget}MiB' meant?")
     return nbytes

@@ -27,6 +27,8 @@ class GuardSettings(Limits):
         super().__post_init__()
         if self.min_steps_per_epoch is not None:
             check_count("min_steps_per_epoch", self.min_steps_per_epoch)
+        if type(self.learns) is not bool:
+            raise MemGuardError(f"learn={self.learns!r} is unknown; pass True or False.")
         seconds = self.max_setup_seconds
         if seconds is not None and not (type(seconds) in (int, float) and seconds > 0):
             raise MemGuardError(

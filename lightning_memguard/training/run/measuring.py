@@ -64,11 +64,16 @@ class Measuring:
             self._host_meter.start(0)
 
     def _held(self) -> int:
-        """Bytes of the module, of the optimizers' states and of gradients, a fit before may have left some."""
-        module, optimizers = self._module, self._trainer.optimizers
-        own = [*module.parameters(), *module.buffers(), *unregistered_tensors(module)]
-        held = [*own, *states_of(optimizers), *gradients_of(optimizers, module)]
+        """Bytes of the module; in a fit, also of the optimizers' states and of gradients that a fit before has left."""
+        module = self._module
+        held = [*module.parameters(), *module.buffers(), *unregistered_tensors(module), *self._states()]
+        if self._trainer.state.fn == "fit":
+            held += gradients_of(self._trainer.optimizers, module)
         return part_bytes({"held": held}, self._device.type)["held"]
+
+    def _states(self) -> list[torch.Tensor]:
+        """The optimizers' states; none of theirs belong to a run that evaluates after a fit, which finds them there."""
+        return states_of(self._trainer.optimizers) if self._trainer.state.fn == "fit" else []
 
     def at_batch(self, batch: object, batch_idx: int, *, trains: bool, last: bool, largest: bool) -> None:
         """Look at the clock, and at the workers: their shared memory, and their pages after 2, 4, 8, ... batches.
@@ -169,7 +174,7 @@ class Measuring:
 
     def peak_by_part(self) -> Measured:
         """The peak since the last `restart`, with what can be read of its parts."""
-        module, states = self._module, states_of(self._trainer.optimizers)
+        module, states = self._module, self._states()
         parts = {"parameters": module.parameters(), "buffers": module.buffers(), "optimizer_state": states}
         nbytes = part_bytes(parts, self._device.type)
         return self._with_children(self._meter.read({**nbytes, "gradients": max(self._gradient_bytes, default=0)}))

@@ -309,8 +309,8 @@ def test_a_count_is_an_int_of_one_or_more_and_is_named_as_it_was_typed(name, val
 
 
 def test_bounds_that_leave_no_size_are_refused_at_once():
-    expected = "min_batch_size=5 (in multiples of 8) is above max_batch_size=7: no batch size is left to choose."
-    with pytest.raises(MemGuardError, match=f"^{re.escape(expected)}$"):
+    expected = "multiple_of=8 has no multiple from min_batch_size=5 to max_batch_size=7."
+    with pytest.raises(MemGuardError, match=f"^No batch size is left to choose: {re.escape(expected)}$"):
         Limits(min_batch_size=5, multiple_of=8, max_batch_size=7)
 
 

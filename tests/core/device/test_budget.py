@@ -49,7 +49,7 @@ def test_a_budget_that_fits_is_taken_without_a_warning(recwarn):
 @pytest.mark.usefixtures("host")
 def test_a_budget_above_what_is_free_is_kept_and_warned_about_with_both_numbers():
     with pytest.warns(
-        UserWarning, match=r"budget=12\.0 GiB is more than CPU has free: 10\.0 GiB of 16\.0 GiB .*lower `budget`"
+        UserWarning, match=r"budget=12\.0 GiB is more than is free on CPU: 10\.0 GiB of 16\.0 GiB .*lower `budget`"
     ):
         budget = read_budget(CPU, budget=12 * GIB)
     assert (budget.free_bytes, budget.source) == (12 * GIB, "given")
@@ -142,7 +142,7 @@ def test_a_cap_set_on_the_allocator_is_kept(gpu):
 
 
 def test_a_budget_above_what_the_gpu_has_free_warns_with_its_name(gpu):
-    with pytest.warns(UserWarning, match=r"NVIDIA H200 \(cuda:0\) has free: 6\.0 GiB of 8\.0 GiB \(nvml\)"):
+    with pytest.warns(UserWarning, match=r"free on NVIDIA H200 \(cuda:0\): 6\.0 GiB of 8\.0 GiB \(nvml\)"):
         assert read_budget(CUDA, budget=7 * GIB).total_bytes == 8 * GIB
 
 

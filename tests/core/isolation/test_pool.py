@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -385,6 +386,23 @@ with Children(learn, most=1) as pool:
     assert pool.answer(1).value == here, pool.answer(1)
 """
     run_program(script, tmp_path)
+
+
+def test_a_warning_that_was_shown_is_not_shown_again_after_a_fork() -> None:
+    """`warnings.catch_warnings` makes Python forget what it has shown: Lightning's warnings came with each fit."""
+    registry: dict[object, object] = {}
+
+    def warn() -> None:
+        warnings.warn_explicit("once", UserWarning, "program.py", 1, registry=registry)
+
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("default")
+        filters = [*warnings.filters]
+        warn()
+        assert run(lambda: 1).value == 1
+        warn()
+        assert warnings.filters == filters
+    assert len(shown) == 1
 
 
 def test_a_notebooks_output_is_not_written_to(tmp_path: Path) -> None:

@@ -241,6 +241,14 @@ def test_a_workspace_of_the_first_forward_pass_is_a_scenario_of_its_own():
     assert found.low.reserved_bytes == 80 * MIB - less  # 40 are cut from 60, which then serve 60
 
 
+def test_a_footprint_prints_in_one_readable_line():
+    found = footprint(trace_of(Event("alloc", 0, 3 * MIB, "activations", "forward", module="net.0")), EXACT)
+    assert repr(found.plus_outside(MIB)) == (
+        "Footprint(batch_size=8, device='cpu', peak='3.0 MiB', at_most='4.0 MiB', parts={'activations': '3.0 MiB'}, "
+        "phase='forward', module='net.0', method='fake', notes=())"
+    )
+
+
 def test_addresses_that_the_driver_may_give_in_another_order_are_in_the_range():
     """Two free blocks of 40 MiB, one of them half of a segment of 80 that is asked for as a whole later."""
     taken = [Event("alloc", 0, 40 * MIB), Event("alloc", 1, 80 * MIB), Event("free", 1, 80 * MIB)]

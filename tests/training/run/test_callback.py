@@ -373,11 +373,13 @@ def test_the_trainer_gets_its_own_data_source_back(trainer: Any, dataset: Tensor
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"budget": -1}, "-1 is not a positive number of bytes"),
-        ({"budget": "lots"}, "'lots' is not a quantity of bytes"),
+        ({"budget": -1}, "^budget=-1 is not a positive number of bytes"),
+        ({"budget": "lots"}, "^budget='lots' is not a quantity of bytes"),
+        ({"host_budget": 2.5e9}, "^host_budget=2500000000.0 is not a number of bytes"),
+        ({"learn": "no"}, "learn='no' is unknown; pass True or False"),
         ({"margin": 1.0}, r"margin=1.0 is outside \[0, 1\)"),
         ({"margin": -0.1}, r"margin=-0.1 is outside \[0, 1\)"),
-        ({"min_batch_size": 8, "max_batch_size": 4}, "min_batch_size=8 .* is above max_batch_size=4"),
+        ({"min_batch_size": 8, "max_batch_size": 4}, "min_batch_size=8 is above max_batch_size=4"),
         ({"multiple_of": 0}, "multiple_of=0 is not a count"),
         ({"mode": "guess"}, "mode='guess' is unknown"),
     ],

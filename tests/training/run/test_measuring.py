@@ -50,6 +50,27 @@ def fit(
     return guard
 
 
+def test_optimizer_states_that_a_fit_has_left_are_no_part_of_the_test_after_it(tmp_path):
+    class Tested(Net):
+        test_step = Net.validation_step
+
+    module, guard = Tested(width=1024), MemGuard()
+    trainer = pl.Trainer(
+        max_epochs=1,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        default_root_dir=tmp_path,
+        callbacks=[guard],
+    )
+    trainer.fit(module, loader())
+    trainer.test(module, loader(), verbose=False)
+    record = guard.evaluations["test"]
+    assert abs(record.measured.peak_bytes - record.predicted.peak_device_bytes) < 4 * KIB
+    assert record.measured.parts["optimizer_state"] == 0
+
+
 def test_tensors_of_a_small_run_are_measured_to_the_byte_and_compared(tmp_path, caplog):
     """The process takes some MiB more: that is another figure."""
     with caplog.at_level("INFO", "lightning_memguard"):
@@ -64,7 +85,7 @@ def test_tensors_of_a_small_run_are_measured_to_the_byte_and_compared(tmp_path, 
         assert 0.97 * low <= logged["memguard/actual_peak_gib"] <= high
     said = caplog.text
     assert "(tensors; the process took " in said
-    assert "too little to compare" not in said
+    assert "too small to compare" not in said
 
 
 class KeepsReference(Net):
