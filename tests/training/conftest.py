@@ -21,7 +21,7 @@ from lightning_memguard.core.decision.decision import Decision
 from lightning_memguard.core.range import NOTHING
 from lightning_memguard.training.adapter.loader_access import preserve_loader_classes
 from lightning_memguard.training.data import samples
-from lightning_memguard.training.run import guarded_run
+from lightning_memguard.training.run import choose, guarded_run
 from lightning_memguard.training.run.tune import Tuning, tune
 
 
@@ -68,6 +68,7 @@ IN_CHILDREN = {
     ),
     *("test_layouts_of_ranks.py", "test_samples.py"),
     "test_a_plain_loader_is_trained_at_the_chosen_size",
+    "test_a_short_run_is_predicted_at_its_own_size_with_what_was_left_out",
     "test_nothing_is_said_meanwhile",
     "test_operators_that_collate_on_many_threads_do_not_stop_a_child",
     "test_the_speed_of_this_machine_is_measured_in_a_child_on_all_threads",
@@ -87,6 +88,12 @@ def _captured_here(request: pytest.FixtureRequest) -> None:
 def _time_to_draw_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a busy machine too, the number of samples drawn is what ends the drawing, unless a test is about time."""
     monkeypatch.setattr(samples, "MOST_SECONDS", math.inf)
+
+
+@pytest.fixture(autouse=True)
+def _time_to_survey(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is a survey cut short because the training is, which a busy machine would do to some."""
+    monkeypatch.setattr(choose, "LEAST_SECONDS", math.inf)
 
 
 @pytest.fixture(autouse=True)

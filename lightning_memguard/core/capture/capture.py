@@ -119,7 +119,9 @@ class UserCode(Children[Request, T]):
     After the deadline (of `time.monotonic`) no child works on, and nothing is begun in this process.
     """
 
-    def __init__(self, work: Callable[[Request], T], most: int | None = None, *, deadline: float = math.inf) -> None:
+    def __init__(
+        self, work: Callable[[Request], T], most: int | None = None, *, deadline: Callable[[], float] = lambda: math.inf
+    ) -> None:
         super().__init__(work, most, begin=_begin, deadline=deadline)
 
     @override
@@ -145,7 +147,7 @@ class UserCode(Children[Request, T]):
         if in_child():
             return _value(self._handle(request))
         answer = self.answer(request)
-        if answer.lost and monotonic() > self._deadline:
+        if answer.lost and monotonic() > self._deadline():
             raise OutOfTimeError("time was up (max_setup_seconds)")
         lost, here, result = answer.lost, answer.here or here_too, cast("T | CaptureFailedError", answer.value)
         if isinstance(result, CaptureFailedError) and failed_for_fork(result):
@@ -199,6 +201,8 @@ class Captures:
         next_size: from the traces of the first program at two batch sizes, the one that it is likely asked for next.
         deadline: the moment (of `time.monotonic`) after which captures raise `OutOfTimeError`. Predictions then have a
             note, and a range at sizes that were not captured.
+        soon: from the traces of the first program so far, an earlier moment: after it, a program is captured only at
+            the size that is asked for, and there once.
         rough: two sizes tell how a step grows, and work that recurs later is left out; what is used is captured again.
     """
 
@@ -207,18 +211,30 @@ class Captures:
         *programs: Program,
         next_size: Callable[[Sequence[Trace]], int] | None = None,
         deadline: float = math.inf,
+        soon: Callable[[Sequence[Trace]], float] = lambda _: math.inf,
         rough: bool = False,
     ) -> None:
         self.rough = rough
-        self.deadline = deadline
+        self.deadline, self.soon = deadline, soon
         self._programs = list(programs)
         self._next_size = next_size
         self.foresees = next_size is not None
         self._children = UserCode[_Task, Trace](
-            lambda task: capture_here(self._programs[task[0]], *task[1:], later=not rough), deadline=deadline
+            lambda task: capture_here(self._programs[task[0]], *task[1:], later=not rough), deadline=self._until
         )
         self._known: dict[_Task, Trace] = {}
+        self._required: dict[int, int] = {}  # by the program's place, the batch size that is asked for
+        self._is_required = False  # the capture that is waited for
         self.stopped = ""  # why captures were left out, if the deadline came
+
+    def require(self, program: Program, batch_size: int) -> None:
+        """Have a program captured at a batch size even if that takes until the deadline."""
+        self._required[self.place_of(program)] = batch_size
+
+    def _until(self) -> float:
+        if self._is_required:
+            return self.deadline
+        return min(self.deadline, self.soon([trace for task, trace in self._known.items() if task[0] == 0]))
 
     def start(self, program: Program, batch_size: int, method: Method, variant: Variant = FIRST) -> None:
         """Begin with a capture that will be asked for."""
@@ -251,11 +267,15 @@ class Captures:
         if task not in self._known:
             how = ", for real" if method == "real" else ""
             tell(f"the step at batch size {batch_size}{how}")
+            is_first = not any(known[:2] == task[:2] for known in self._known) or method == "compiled"
+            self._is_required = is_first and self._required.get(task[0]) == batch_size
             try:
                 self._known[task] = self._children.ask(task, with_note=_with_note)
             except OutOfTimeError as error:
                 self.stopped = str(error)
                 raise
+            finally:
+                self._is_required = False
         return self._known[task]
 
     def known(self, program: Program, method: Method) -> list[Trace]:
@@ -287,7 +307,7 @@ def captures_of(program: Program) -> contextlib.AbstractContextManager[Captures]
     known = next((each for each in _open if each.takes(program)), None)
     if known:
         return contextlib.nullcontext(known)
-    return Captures(program, deadline=_open[-1].deadline if _open else math.inf)
+    return Captures(program, deadline=_open[-1].deadline, soon=_open[-1].soon) if _open else Captures(program)
 
 
 def capture(program: Program, batch_size: int, method: Method, variant: Variant = FIRST) -> Trace:

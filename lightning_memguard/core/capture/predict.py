@@ -249,12 +249,12 @@ class Prediction:
         return self
 
 
-def speed_here(gpu: Gpu | None) -> Speed | None:
-    """How fast a GPU is; for None this machine's CPU with the threads that torch uses now, measured in a child.
+def speed_here(gpu: Gpu | None, threads: int | None = None) -> Speed | None:
+    """How fast a GPU is; for None this machine's CPU with so many threads (torch's now), measured in a child.
 
     The measurement takes memory, of which a run that is measured later must not see anything.
     """
-    return speed_of(gpu) if gpu else _cpu_speed(torch.get_num_threads())
+    return speed_of(gpu) if gpu else _cpu_speed(threads or torch.get_num_threads())
 
 
 @functools.cache
@@ -324,6 +324,7 @@ def _capture_to_compare(program: Program, batch_size: int, terms: Terms) -> Trac
 def _predicted(captures: Captures, program: Program, known: Curve, batch_size: int) -> Curve:
     why_not = dict[str, str]()  # the same happens in several ways: it is reported once
     value_needed = True
+    captures.require(program, batch_size)
     for method in _WAYS:
         if method == "worst-case" and not value_needed:
             continue  # it would fail in the same way
@@ -332,7 +333,7 @@ def _predicted(captures: Captures, program: Program, known: Curve, batch_size: i
                 return _real(captures, program, replace(known, notes=tuple(why_not.values())), batch_size)
             traces, growth = _traces_and_growth(captures, program, batch_size, method, known.scalable)
         except OutOfTimeError as error:
-            return _stopped(captures, program, known, method, [*why_not.values(), str(error)])
+            return _stopped(captures, program, known, batch_size, method, [*why_not.values(), str(error)])
         except CannotTraceError as error:  # the step failed, or no two sizes of it agree
             why_not[str(error)] = _reason(method, error)
             value_needed = isinstance(error, CaptureFailedError) and error.value_needed
@@ -353,12 +354,18 @@ def _predicted(captures: Captures, program: Program, known: Curve, batch_size: i
     return replace(known, scalable=False, notes=tuple(why_not.values()), captured={batch_size: (states,)})
 
 
-def _stopped(captures: Captures, program: Program, known: Curve, method: Method, reasons: list[str]) -> Curve:
-    """Predict from what was captured until the deadline.
+def _stopped(
+    captures: Captures, program: Program, known: Curve, batch_size: int, method: Method, reasons: list[str]
+) -> Curve:
+    """Predict from what was captured until the deadline, and from the size asked for if there is time for that alone.
 
     Raises:
         CannotTraceError: nothing was captured.
     """
+    ran = captures.known(program, method)
+    if method != "real" or (program.is_real_at(batch_size) and _could_run(ran, batch_size)):
+        with contextlib.suppress(CaptureFailedError):
+            capture(program, batch_size, method)
     traces = captures.known(program, method)
     if not traces:
         raise CannotTraceError("; ".join(reasons))
@@ -387,16 +394,18 @@ def _real(captures: Captures, program: Program, known: Curve, batch_size: int) -
         CaptureFailedError: the step raised at the small sizes and at the requested one.
     """
     sizes, variants = _small_sizes(program), VARIANTS[1:3]
+    captures.require(program, sizes[0])  # which tells whether the one asked for can run
     try:
         traces = [capture(program, sizes[0], "real")]
+        captures.require(program, batch_size)
         seconds = traces[0].seconds
         if 2 * seconds > _TOO_SLOW_SECONDS:
             sizes, variants = sizes[:1], VARIANTS[1:2] if seconds < _TOO_SLOW_SECONDS else ()
         elif seconds * sizes[-1] > _MOST_SECONDS * sizes[0]:
             sizes, variants = sizes[:2], VARIANTS[1:2]
         traces += _all_captured(captures, program, sizes[1:][-1:], "real")  # the largest, if there are several
-    except CaptureFailedError:
-        if not program.is_real_at(batch_size):
+    except CaptureFailedError as error:
+        if isinstance(error, OutOfTimeError) or not program.is_real_at(batch_size):
             raise
         traces, sizes = _all_captured(captures, program, [batch_size], "real"), ()
     size, again = traces[-1].batch_size, list[Trace]()
@@ -597,7 +606,7 @@ def _traces_and_growth(
     try:
         traces = _all_captured(captures, program, FAKE_SIZES[: 2 if captures.foresees or captures.rough else 3], method)
     except CaptureFailedError as error:
-        if error.value_needed:
+        if error.value_needed or isinstance(error, OutOfTimeError):
             raise
         try:
             traces = _all_captured(captures, program, [asked << doubling for doubling in range(3)], method)

@@ -61,8 +61,8 @@ class Children(Generic[Request, Value]):
             works or waits for them.
         reaches_out: whether it may write new files and connect to other machines.
         while_waiting: called several times a second while an answer is waited for.
-        deadline: the moment (of `time.monotonic`) at which all children are ended. Requests without an answer are then
-            lost, and so are new ones.
+        deadline: returns the moment (of `time.monotonic`) at which all children are ended. Requests without an answer
+            are then lost, and so are new ones.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Children(Generic[Request, Value]):
         trusted: bool = False,
         reaches_out: bool = False,
         while_waiting: Callable[[], object] = lambda: None,
-        deadline: float = math.inf,
+        deadline: Callable[[], float] = lambda: math.inf,
     ) -> None:
         self._work = work
         self._deadline = deadline
@@ -99,7 +99,7 @@ class Children(Generic[Request, Value]):
 
     def start(self, *requests: Request) -> None:
         """Queue requests for the next free children."""
-        if monotonic() > self._deadline:
+        if monotonic() > self._deadline():
             return
         working = [child.request for child in self._children if child.is_busy]
         self._waiting += (each for each in requests if each not in (*self._waiting, *working, *self._answers))
@@ -117,7 +117,7 @@ class Children(Generic[Request, Value]):
             self._waiting.remove(request)
             self._waiting.appendleft(request)
         while request not in self._answers:
-            if monotonic() > self._deadline:
+            if monotonic() > self._deadline():
                 self.close()
                 return Answer(lost="the time was up")
             self._wait()

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import mmap
 import struct
 from array import array
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, BinaryIO, Literal, NamedTuple
 
 from typing_extensions import Self
 
@@ -311,22 +310,40 @@ def _mapped(name: str, near: str = "") -> tuple[int, str]:
 
 
 def _symbols(path: str, names: Sequence[str]) -> dict[str, int]:
-    """Addresses of functions in a library's symbol table (``.symtab`` of a 64-bit little-endian ELF file)."""
-    with Path(path).open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as elf:
-        if elf[:6] != b"\x7fELF\x02\x01":
+    """Addresses of functions in a library's symbol table (``.symtab`` of a 64-bit little-endian ELF file).
+
+    The tables have 100 MiB: they are read in pieces, since a process in training would be seen to take them.
+    """
+    with Path(path).open("rb") as file:
+        if file.read(6) != b"\x7fELF\x02\x01":
             raise LookupError(path)
-        place, size, count = *struct.unpack_from("<Q", elf, 40), *struct.unpack_from("<HH", elf, 58)
-        sections = [struct.unpack_from("<IIQQQQIIQQ", elf, place + number * size) for number in range(count)]
+        place, size, count = *struct.unpack("<Q", _read(file, 40, 8)), *struct.unpack("<HH", _read(file, 58, 4))
+        sections = [
+            struct.unpack_from("<IIQQQQIIQQ", _read(file, place + number * size, 64)) for number in range(count)
+        ]
         table = next((section for section in sections if section[1] == 2), None)  # SHT_SYMTAB
         if table is None:
             raise LookupError(".symtab")
         strings = sections[table[6]]
-        first, end = strings[4], strings[4] + strings[5]
-        names_at, at = dict[int, str](), elf.find(_PREFIX, first, end)
-        while at >= 0:
-            stop = elf.find(b"\0", at + 1)
-            names_at[at + 1 - first] = elf[at + 1 : stop].decode()
-            at = elf.find(_PREFIX, stop, end)
-        entries = array("I", elf[table[4] : table[4] + table[5]])
-    places = {names_at[offset]: number for number, offset in enumerate(entries[::6]) if offset in names_at}
-    return {name: entries[6 * places[name] + 2] | entries[6 * places[name] + 3] << 32 for name in names}
+        names_at, found = dict[int, str](), dict[str, int]()
+        for start in range(0, strings[5], _PIECE):
+            piece = _read(file, strings[4] + start, min(_PIECE + _LONGEST_NAME, strings[5] - start))
+            at = piece.find(_PREFIX)
+            while at >= 0 and (stop := piece.find(b"\0", at + 1)) >= 0:
+                names_at[start + at + 1] = piece[at + 1 : stop].decode()
+                at = piece.find(_PREFIX, stop)
+        for start in range(0, table[5], _PIECE):
+            entries = array("I", _read(file, table[4] + start, min(_PIECE, table[5] - start)))
+            for number, offset in enumerate(entries[::6]):
+                if offset in names_at:
+                    found[names_at[offset]] = entries[6 * number + 2] | entries[6 * number + 3] << 32
+    return {name: found[name] for name in names}
+
+
+_PIECE = 24 << 16  # bytes of a table, whole entries of symbols
+_LONGEST_NAME = 512
+
+
+def _read(file: BinaryIO, place: int, size: int) -> bytes:
+    file.seek(place)
+    return file.read(size)

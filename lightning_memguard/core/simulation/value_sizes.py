@@ -118,7 +118,7 @@ def _bincount(_: Share | None, x: Tensor, weights: Tensor | None = None, minleng
     """Values above ``minlength`` would add bins; those who pass it have none, such as torchmetrics counting classes."""
     if not minlength:
         raise ValueNeededError(
-            "aten.bincount without `minlength` has as many bins as its largest value, which only a real run knows."
+            "torch.bincount without `minlength` has as many bins as its largest value, which only a real run knows."
         )
     return x.new_empty((minlength,), dtype=torch.long if weights is None else torch.double)
 

@@ -163,27 +163,31 @@ def hooks_that_save(facts: RunFacts, module: nn.Module) -> dict[str, bool]:
     return found
 
 
-def unsaved_bytes(module: nn.Module, device_type: str) -> int:
-    """Bytes of a module that are not in its checkpoint: tensors that it does not register, or that are not persistent.
+def unsaved_bytes(module: nn.Module, device_type: str) -> tuple[int, int]:
+    """Bytes of a module that are not in its checkpoint, and bytes that a hook makes for it alone.
 
-    What the user's own code decides (an override of ``state_dict``, a hook) is asked in a child. 0 if it raises.
+    The first are of tensors that it does not register, or that are not persistent; below 0 if it saves more than it
+    holds. What the user's own code decides (an override of ``state_dict``, a hook) is asked in a child. 0 if it raises.
     """
+    held = [*module.parameters(), *module.buffers(), *unregistered_tensors(module)]
+    held += [each for each in tree_leaves(dict(getattr(module, "hparams", {}))) if isinstance(each, torch.Tensor)]
 
-    def saved() -> int:
+    def saved() -> tuple[int, int]:
         content: dict[str, Any] = {"state_dict": module.state_dict(), "hparams": dict(getattr(module, "hparams", {}))}
         module.on_save_checkpoint(content)  # type: ignore[operator]
         found = [*tree_leaves(content)]
         found += [
             each for leaf in found if isinstance(leaf, nn.Module) for each in (*leaf.parameters(), *leaf.buffers())
         ]
-        return part_bytes({"saved": [each for each in found if isinstance(each, torch.Tensor)]}, device_type)["saved"]
+        tensors = [each for each in found if isinstance(each, torch.Tensor)]
+        own, both = (part_bytes({"": each}, device_type)[""] for each in (held, [*held, *tensors]))
+        return part_bytes({"": tensors}, device_type)[""], both - own
 
     classes = {cls for each in module.modules() for cls in users_classes(type(each))}
     is_plain = not any(name in vars(cls) for cls in classes for name in _DECIDES)
     is_plain &= not any(each._state_dict_hooks or each._state_dict_pre_hooks for each in module.modules())
-    nbytes = attempt(saved if is_plain else lambda: isolated(saved)).value
-    held = [*module.parameters(), *module.buffers(), *unregistered_tensors(module)]
-    return 0 if nbytes is None else max(0, part_bytes({"held": held}, device_type)["held"] - nbytes)
+    found = attempt(saved if is_plain else lambda: isolated(saved)).value
+    return (part_bytes({"": held}, device_type)[""] - found[0], found[1]) if found else (0, 0)
 
 
 _DECIDES = ("state_dict", "on_save_checkpoint", "get_extra_state", "_save_to_state_dict")
@@ -249,6 +253,7 @@ _LATER_HOOKS = (
 _COMPUTES = (
     *("no_grad", "inference_mode", "eval", "backward", "deepcopy", "forward", "predict_step", "topk", "sample"),
     *("cat", "concat", "stack", "vstack", "hstack"),  # which join what was collected
+    "BytesIO",  # which it may save to
 )
 _UNFREEZES = ("requires_grad", "requires_grad_", "unfreeze")
 

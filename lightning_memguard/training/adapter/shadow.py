@@ -389,7 +389,8 @@ class PhaseMarkerMixin:
         self.recorder.counters.note(trainer.optimizers, pl_module)
         if not self.later:
             self.leftovers.note()
-            recorded = min(self.steps.values(), default=index) >= self.steps_recorded
+            steps = min(self.steps.values(), default=index) if self.recorder.ran_backward else index
+            recorded = steps >= self.steps_recorded  # batches, if the step trains nothing, as one that returns None
             if (recorded and self.leftovers.are_known(trainer.optimizers)) or index >= _MOST_BATCHES:
                 self.count_what_is_left(index, pl_module)
                 with self.recorder.paused():  # counters move to where a step does more

@@ -150,7 +150,9 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
             accumulation stays as it is.
         max_setup_seconds: how long predictions may take before the run starts. After that, the decision is made from
             what is known, with a range and a note, or the run is not tuned; a batch shrinks only if even the least
-            does not fit. ``None`` for as long as it takes.
+            does not fit. ``"auto"``: a fifth of what the run is predicted to take, at least 5 seconds and at most 60,
+            or 15 before steps of less than half a second; at the loader's own batch size, the step is captured
+            whatever time that takes, up to 60. ``None`` for as long as it takes.
         offload: what becomes of a training batch that will not fit. ``"if_needed"``: its step runs whole, once, and
             keeps the activations that exceed the device in host memory until its backward pass: the same operators on
             the same tensors, slower by the transfers. ``"always"``: each step does, which lets larger batches fit.
@@ -186,7 +188,7 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
         min_steps_per_epoch: int | None = 50,
         keep_effective_batch_size: int | Literal["if_smaller"] | None = "if_smaller",
         offload: Literal["if_needed", "always", "never"] = "if_needed",
-        max_setup_seconds: float | None = 60.0,
+        max_setup_seconds: float | Literal["auto"] | None = "auto",
         learn: bool = True,
         **replaced: object,
     ) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
+
+import torch
 
 from lightning_memguard.core.capture.capture import Captures, failed_for_fork, trusted_child
 from lightning_memguard.core.capture.curve import Curve
@@ -15,6 +19,7 @@ from lightning_memguard.core.isolation.pool import Children, is_forked
 from lightning_memguard.core.replay.alternatives import VARIABLE
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.core.replay.seconds import Speed
+from lightning_memguard.core.trace.trace import Trace
 from lightning_memguard.errors import CannotTraceError, DoesNotFitError, MemGuardError
 from lightning_memguard.training.adapter.callbacks import schedules_accumulation
 from lightning_memguard.training.data.loaders import leaves_one, leaves_out, spoiled_by
@@ -34,6 +39,7 @@ from lightning_memguard.training.run.profile import (
     read_run,
 )
 from lightning_memguard.training.run.progress import SetupLine
+from lightning_memguard.training.run.setup_seconds import LEAST_SECONDS, setup_seconds
 from lightning_memguard.training.strategies.no_collectives import no_collectives
 from lightning_memguard.units import format_bytes
 
@@ -75,7 +81,10 @@ class Planner:
 
     def __init__(self, settings: GuardSettings, known: RunReader | RunProfile, line: SetupLine) -> None:
         self._settings, self._line = settings, line
-        self._deadline = time.monotonic() + settings.most_setup_seconds
+        self._started = time.monotonic()
+        self._deadline = self._started + settings.most_setup_seconds
+        self._most_seconds: float | None = None  # of a survey, once that is known
+        self._threads = torch.get_num_threads()  # a child has one
         self._reader = known if isinstance(known, RunReader) else None
         self._reading: Reading | None = None
         self._profile = known if isinstance(known, RunProfile) else None
@@ -181,11 +190,23 @@ class Planner:
             programs = [run.program, *([evaluation.program] if evaluation else [])]
             programs = [each for program in programs for each in program.kinds or (program,)]
             next_size = self._reading.next_size if self._reading else None
-            captures = Captures(*programs, next_size=next_size, deadline=self._deadline)
+            captures = Captures(*programs, next_size=next_size, deadline=self._deadline, soon=self._soon)
             self._captures = self._open.enter_context(captures)
         if self._profile is None and self._reading is not None:
             self._profile = profile_of(self._reading, self._captures)
         return cast("RunProfile", self._profile)
+
+    def _soon(self, traces: Sequence[Trace]) -> float:
+        """The moment at which the survey has taken its share of the run; most end before it has to be worked out."""
+        is_early = time.monotonic() < self._started + LEAST_SECONDS
+        if self._most_seconds is None and (is_early or not traces or self._settings.max_setup_seconds != "auto"):
+            return math.inf
+        if self._most_seconds is None:
+            size = self._reading.batch_size if self._reading else cast("RunProfile", self._profile).request.batch_size
+            speed = attempt(lambda: self._speed or speed_here(self._gpu, self._threads)).value
+            known = attempt(lambda: setup_seconds(traces, self._known_run, size, speed)).value
+            self._most_seconds = math.inf if known is None else known
+        return self._started + self._most_seconds
 
     def _choose_from(self, known: RunProfile) -> Choice:
         self._captured_profile()  # with its captures open

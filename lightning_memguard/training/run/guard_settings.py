@@ -9,6 +9,8 @@ from typing import Literal
 from lightning_memguard.core.decision.decision import Limits, check_count
 from lightning_memguard.errors import MemGuardError
 
+_MOST_SECONDS = 60.0  # of setup, whatever the run takes
+
 
 @dataclass(frozen=True)
 class GuardSettings(Limits):
@@ -17,7 +19,7 @@ class GuardSettings(Limits):
     mode: Literal["tune", "check"] = "tune"
     offload: Literal["if_needed", "always", "never"] = "if_needed"
     min_steps_per_epoch: int | None = 50
-    max_setup_seconds: float | None = 60.0
+    max_setup_seconds: float | Literal["auto"] | None = "auto"
     host_budget_bytes: int | None = None
     divides: bool = True  # a batch that does not fit, and accumulates gradients
     batch_size: Literal["auto", "keep", "largest", "fastest"] = "auto"
@@ -30,15 +32,16 @@ class GuardSettings(Limits):
         if type(self.learns) is not bool:
             raise MemGuardError(f"learn={self.learns!r} is unknown; pass True or False.")
         seconds = self.max_setup_seconds
-        if seconds is not None and not (type(seconds) in (int, float) and seconds > 0):
+        if seconds is not None and seconds != "auto" and not (type(seconds) in (int, float) and seconds > 0):
             raise MemGuardError(
-                f"max_setup_seconds={seconds!r} is no time; pass seconds above 0, or None for no limit."
+                f'max_setup_seconds={seconds!r} is no time; pass seconds above 0, "auto", or None for no limit.'
             )
 
     @property
     def most_setup_seconds(self) -> float:
         """Seconds that predictions may take before the run starts; infinity for any."""
-        return math.inf if self.max_setup_seconds is None else self.max_setup_seconds
+        seconds = self.max_setup_seconds
+        return _MOST_SECONDS if seconds == "auto" else math.inf if seconds is None else seconds
 
     @property
     def steps_to_keep(self) -> int | None:

@@ -32,10 +32,14 @@ _OF_KERNELS = ("workspaces",)
 
 
 class Plan(NamedTuple):
-    """What becomes of batches of some shapes: bytes of activations that stay, None for all; whether some must move."""
+    """What becomes of batches of some shapes: bytes of activations that stay, None for all; whether some must move.
+
+    ``likely_bytes`` are predicted of their step as it is.
+    """
 
     kept: int | None
     must_move: bool
+    likely_bytes: int = 0
 
 
 @dataclass(eq=False)
@@ -69,6 +73,7 @@ class Offloading:
         self._is_on = self._has_moved = self._whole_ran = self._usual_fits = False
         self._due, self._retries, self._pieces_bytes = 0.0, 0, 0
         self._measured_bytes = self._tensor_bytes = 0  # of a step, and of these what tensors take for sure
+        self._ran_bytes = 0  # predicted of the largest step that has run
         self._room = Room(0, 0)
         self._undo: list[Callable[[], None]] = []
         self._plans: dict[object, Plan] = {}  # by the shapes of a batch; () for the usual ones
@@ -99,6 +104,7 @@ class Offloading:
                 self._plans.clear()
             self._plans[place] = self._plan_for(watch, batch, batch_idx, larger)
         self._whole_ran = watch.saw_whole  # once this step is over
+        self._ran_bytes = max(self._ran_bytes, self._plans[place].likely_bytes)
         if self.wanted != "always":
             self._plan = self._plans[place]
             self._set(self._plan.kept)
@@ -117,7 +123,7 @@ class Offloading:
             self.announce(announcement(larger, "train", batch_idx, rest if must_move else None))
         elif must_move:
             self._say("room", less_room_words(kind.footprint, self.profile.budget, self._room.usable_bytes, rest))
-        return Plan(kept, must_move)
+        return Plan(kept, must_move, kind.footprint.peak_device_bytes)
 
     def _demand(self, watch: BatchWatch, batch: object) -> tuple[Kind, Demand]:
         """What is known of batches like this one; what was measured of the usual ones corrects it."""
@@ -131,7 +137,7 @@ class Offloading:
         likely, most = footprint.peak_device_bytes, footprint.most_device_bytes
         if measured and kind is usual:
             return Demand(likely, measured if sure > most else min(most, measured), fixed, times, measured=True)
-        more = max(1.0, sure / max(1, usual.footprint.peak_device_bytes))
+        more = max(1.0, sure / max(1, usual.footprint.peak_device_bytes, self._ran_bytes))
         return Demand(int(likely * more), int(max(most, likely * more)), fixed, times)
 
     def _rest(self, kind: Kind) -> Offloaded | None:

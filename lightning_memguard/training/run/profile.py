@@ -145,7 +145,8 @@ class RunProfile:
         objects_per_sample: bytes of Python objects of each sample that is collated in this process, on the CPU.
         checkpoint: bytes of the host to save the weights and the optimizer state of another device.
         saved_parts: parts of the training that its checkpoints hold.
-        unsaved_bytes: of the parameters and buffers, what its checkpoints do not hold.
+        unsaved_bytes: of the parameters and buffers, what its checkpoints do not hold; below 0 if they hold more.
+        made_to_save_bytes: of tensors that a hook makes for a checkpoint.
         notes_on_saving: what had to be assumed of its checkpoints.
         host: what the host offers; None on the CPU, where it is the device.
         shared: what /dev/shm offers; None without one.
@@ -168,6 +169,7 @@ class RunProfile:
     checkpoint: tuple[int, int] = (0, 0)
     saved_parts: tuple[str, ...] = ()
     unsaved_bytes: int = 0
+    made_to_save_bytes: int = 0
     notes_on_saving: tuple[str, ...] = ()
     host: Budget | None = None
     shared: Budget | None = None
@@ -283,7 +285,8 @@ class RunProfile:
             return None
         parts = self._between_steps(step, "checkpoint").parts
         buffer = max(0, sum(parts.get(part, 0) for part in saved) - self.unsaved_bytes)
-        saving = self.with_extra(self._between_steps(step, "checkpoint", checkpoint=buffer))
+        more = {"checkpoint": buffer, "temporaries": self.made_to_save_bytes}
+        saving = self.with_extra(self._between_steps(step, "checkpoint", **more))
         return replace(saving, notes=(*saving.notes, *self.notes_on_saving))
 
     def _between_steps(self, step: Footprint, phase: str, **more: int) -> Footprint:
@@ -620,7 +623,7 @@ def profile_of(reading: Reading, captures: Captures) -> RunProfile:
     between = tuple(_alive_between_steps(trace, gradients=True)) if on_cpu and trace else ()
     module = run.program.module
     saved = callbacks.saved_parts(run.facts, module)
-    unsaved = callbacks.unsaved_bytes(module, "cpu") if saved and not run.program.layout else 0
+    unsaved, made = callbacks.unsaved_bytes(module, "cpu") if saved and not run.program.layout else (0, 0)
     savers = ", ".join(callbacks.hooks_that_save(run.facts, module)) if saved else ""
     return RunProfile(
         run,
@@ -637,6 +640,7 @@ def profile_of(reading: Reading, captures: Captures) -> RunProfile:
         checkpoint=_checkpoint_bytes(run, prediction, saved, unsaved) if reading.host else (0, 0),
         saved_parts=saved,
         unsaved_bytes=unsaved,
+        made_to_save_bytes=made,
         notes_on_saving=(f"{savers} saves a checkpoint, whose buffer in memory is included",) if savers else (),
         host=reading.host,
         shared=reading.shared,

@@ -832,3 +832,21 @@ def test_nothing_is_predicted_if_nothing_was_captured_until_the_deadline(time_is
         time_is_up()
         with pytest.raises(CannotTraceError, match=r"^time was up \(max_setup_seconds\)$"):
             predict(program, 64, EXACT)
+
+
+def test_once_time_is_short_a_step_is_captured_at_the_size_asked_for_and_nowhere_else() -> None:
+    """Value by value, too: how a step grows, and what other values change, is left out with a note."""
+
+    def reading(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return plain(model, x) if x.sum().item() > 0 else model(x).mean()
+
+    for step, method in ((plain, "fake"), (reading, "real")):
+        program = program_of(step)
+        with Captures(program, soon=lambda traces: -1.0 if traces else monotonic() + 900):
+            prediction = predict(program, 16, EXACT)
+            found = prediction.footprint_at(16)
+            assert prediction.footprint_at(64).is_cut
+        assert (found.method, found.peak_allocated_bytes) == (method, peak(16))
+        assert 16 in prediction.curve.proven_sizes
+        assert len(prediction.curve.proven_sizes) == 2, "the first, and the one asked for"
+        assert any("time was up (max_setup_seconds)" in note for note in found.notes)

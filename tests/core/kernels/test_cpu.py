@@ -7,6 +7,7 @@ import importlib
 import itertools
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -138,6 +139,20 @@ def test_what_a_convolution_takes_is_asked_of_onednn(case: str, threads: int) ->
 @pytest.mark.parametrize("case", UNFOLDED)
 def test_other_convolutions_unfold_their_images(case: str) -> None:
     assert_convolution_exact(UNFOLDED[case])
+
+
+@ASKED
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux counts a process's peak")
+def test_looking_for_onednn_takes_little_memory_of_a_process_that_trains() -> None:
+    def status(key: str) -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith(f"{key}:"))
+
+    _, path = onednn._mapped("libtorch_cpu")
+    Path("/proc/self/clear_refs").write_text("5")  # sets VmHWM back to VmRSS
+    before = status("VmRSS")
+    assert onednn._symbols(path, list(onednn._FUNCTIONS))
+    assert status("VmHWM") - before < 32 << 10, "KiB; the library's table of names has 100 MiB"
 
 
 @pytest.mark.skipif(

@@ -57,6 +57,18 @@ class Appends(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), 1e-3)
 
 
+class Collects(Appends):
+    """Trains nothing: its step keeps what it computed and returns None, and the epoch's end joins it."""
+
+    def training_step(self, batch, _):
+        with torch.no_grad():
+            self.seen.append(self.net(batch))
+
+    def on_train_epoch_end(self):
+        torch.cat(self.seen).mean()
+        self.seen.clear()
+
+
 class Predicts(pl.LightningModule):
     def __init__(self) -> None:
         super().__init__()
@@ -96,6 +108,17 @@ def test_a_refusal_names_the_attribute_its_line_and_the_remedy_first(tmp_path, k
         f"What each training batch leaves in `{holder}` (test_left.py:{line_of(kind, put)}) adds up"
     )
     assert remedy in first
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_what_a_step_that_returns_none_keeps_of_an_epoch_is_predicted(tmp_path, by_hand):
+    guard, module = MemGuard("check", budget="1GiB"), Collects()
+    module.automatic_optimization = not by_hand
+    trainer(tmp_path, guard).fit(module, DataLoader(DATA, 64))
+    kept = len(DATA) * 8192 * 4
+    assert kept < guard.decision.footprint.peak_allocated_bytes < 1.2 * kept
+    assert guard.decision.footprint.high.allocated_bytes > 2 * kept, "once more while it is joined"
+    assert any("Collects.on_train_epoch_end copies what an epoch leaves" in note for note in guard.decision.notes)
 
 
 def test_predictions_that_do_not_fit_are_named_with_the_argument_that_keeps_none(tmp_path):

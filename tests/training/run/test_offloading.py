@@ -115,6 +115,30 @@ def test_a_batch_that_will_not_fit_runs_whole_with_activations_on_the_host(train
     assert text.endswith("of saved activations in a temporary file.")
 
 
+class FewerOfMore(Deep):
+    """Its hook gives batches of 512 rows: of 512 samples at first, then of 16 samples that have 32 rows each."""
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        rows, size = ((1, 512), (32, 16))[min(1, self.trainer.current_epoch)]
+        return DataLoader(torch.randn(20 * size, rows, 64), batch_size=size)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return super().training_step(batch.flatten(0, 1), batch_idx)
+
+
+def test_what_larger_batches_have_taken_says_nothing_against_smaller_ones(
+    trainer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(offloading, "_POLL_SECONDS", 0.0)
+    module, guard = FewerOfMore(), MemGuard(budget=12 * MIB)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer(guard, max_epochs=2, reload_dataloaders_every_n_epochs=1).fit(module)
+    assert [record.batch_size for record in guard.records] == [512, 16]
+    assert not any(module.hooked)
+    assert "It fits." in " ".join(str(each.message) for each in caught)
+
+
 def test_it_is_said_if_even_the_host_does_not_help(train: Train) -> None:
     _, said, module = train(MemGuard(budget=2 * MIB, max_batch_size=SIZE), LONG)
     assert module.hooked[LONG_AT]

@@ -94,6 +94,28 @@ def measure_what_is_saved(_: int, folder: Path) -> None:
     assert first < last + MIB
 
 
+class SavesMore(Layers):
+    """Has a cache that it does not save, and makes copies of its weights for each checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.optim.SGD)
+        self.register_buffer("cache", torch.zeros(MIB), persistent=False)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["copies"] = [{name: each.clone() for name, each in self.state_dict().items()} for _ in range(2)]
+
+
+def test_what_a_hook_makes_for_the_checkpoint_is_there_next_to_its_buffer(tmp_path: Path) -> None:
+    guard = MemGuard("check", budget="1GiB")
+    fit(guard, SavesMore(), ModelCheckpoint(dirpath=tmp_path))
+    (file,) = tmp_path.glob("*.ckpt")
+    footprint = guard.decision.footprint
+    assert file.stat().st_size == pytest.approx(3 * WEIGHTS, rel=0.005)
+    assert footprint.parts["checkpoint"] == pytest.approx(3 * WEIGHTS, rel=0.005)
+    assert footprint.parts["temporaries"] == 2 * WEIGHTS
+    assert footprint.peak_allocated_bytes == pytest.approx((2 + 3 + 2) * WEIGHTS + 4 * MIB, rel=0.005)
+
+
 @pytest.mark.parametrize("callbacks", [(), (ModelCheckpoint(save_top_k=0),)], ids=["none", "none of them saved"])
 def test_without_a_checkpoint_the_step_is_predicted(callbacks: Any) -> None:
     guard = MemGuard("check", budget="1GiB")
