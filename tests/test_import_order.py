@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1] / "lightning_memguard"
 ROOMS = {
     "": ["_version", "errors", "units"],
     "core": ["__init__", "foreign", "shown", "range"],
-    "core/trace": ["__init__", "scratch", "kept", "work", "trace", "growth", "packed"],
+    "core/trace": ["__init__", "scratch", "kept", "work", "trace", "growth", "lengths", "packed"],
     "core/replay": [
         "__init__",
         "settings",
