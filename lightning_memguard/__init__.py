@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from lightning_memguard.errors import CannotResizeLoaderError, CannotTraceError, DoesNotFitError, MemGuardError
     from lightning_memguard.training.offload.engine import offload_activations
     from lightning_memguard.training.planning.estimate import estimate
+    from lightning_memguard.training.planning.lengths import batch_sizes
     from lightning_memguard.training.planning.ways import ways_to_train
     from lightning_memguard.training.run.callback import MemGuard
 
@@ -32,6 +33,7 @@ __all__ = [
     "Footprint",
     "MemGuard",
     "MemGuardError",
+    "batch_sizes",
     "estimate",
     "offload_activations",
     "ways_to_train",
@@ -48,10 +50,13 @@ _HOMES = {
     "Footprint": "lightning_memguard.core.replay.footprint",
     "MemGuard": "lightning_memguard.training.run.callback",
     "MemGuardError": "lightning_memguard.errors",
+    "batch_sizes": "lightning_memguard.training.planning.lengths",
     "estimate": "lightning_memguard.training.planning.estimate",
     "offload_activations": "lightning_memguard.training.offload.engine",
     "ways_to_train": "lightning_memguard.training.planning.ways",
 }
+
+_FUNCTIONS = ("batch_sizes", "estimate", "offload_activations", "ways_to_train")
 
 if not TYPE_CHECKING:  # a type checker that sees __getattr__ takes every misspelt name for one of ours
 
@@ -62,7 +67,7 @@ if not TYPE_CHECKING:  # a type checker that sees __getattr__ takes every misspe
             value = getattr(import_module(_HOMES[name]), name)
         except (AttributeError, ImportError) as error:
             value = _unavailable(error)
-            if name not in ("estimate", "offload_activations", "ways_to_train") or value is None:
+            if name not in _FUNCTIONS or value is None:
                 raise
         globals()[name] = value  # from now on the name is found without asking here
         return value

@@ -102,6 +102,7 @@ ROOMS = {
         "capture",
         "curve",
         "predict",
+        "lengths",
     ],
     "core/layers": ["__init__", "layers", "textbook"],
     "report": [
@@ -164,6 +165,7 @@ ROOMS = {
         "by_name",
         "estimate",
         "plan",
+        "lengths",
         "layouts",
         "ways",
     ],
@@ -221,6 +223,7 @@ NOT_STD = {
     "core/capture/program.py",
     "core/capture/capture.py",
     "core/capture/predict.py",
+    "core/capture/lengths.py",
     "core/kernels/attention.py",
     "core/kernels/table.py",
     "core/device/speed.py",

@@ -9,6 +9,7 @@ import lightning_memguard
 
 PUBLIC_NAMES = {
     "MemGuard",
+    "batch_sizes",
     "estimate",
     "offload_activations",
     "ways_to_train",
