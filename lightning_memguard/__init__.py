@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from lightning_memguard.core.decision.record import EpochRecord
     from lightning_memguard.core.replay.footprint import Footprint
     from lightning_memguard.errors import CannotResizeLoaderError, CannotTraceError, DoesNotFitError, MemGuardError
+    from lightning_memguard.training.data.length_sampler import LengthBatchSampler
     from lightning_memguard.training.offload.engine import offload_activations
     from lightning_memguard.training.planning.estimate import estimate
     from lightning_memguard.training.planning.lengths import batch_sizes
@@ -31,6 +32,7 @@ __all__ = [
     "DoesNotFitError",
     "EpochRecord",
     "Footprint",
+    "LengthBatchSampler",
     "MemGuard",
     "MemGuardError",
     "batch_sizes",
@@ -48,6 +50,7 @@ _HOMES = {
     "DoesNotFitError": "lightning_memguard.errors",
     "EpochRecord": "lightning_memguard.core.decision.record",
     "Footprint": "lightning_memguard.core.replay.footprint",
+    "LengthBatchSampler": "lightning_memguard.training.data.length_sampler",
     "MemGuard": "lightning_memguard.training.run.callback",
     "MemGuardError": "lightning_memguard.errors",
     "batch_sizes": "lightning_memguard.training.planning.lengths",

@@ -153,6 +153,7 @@ ROOMS = {
         "draws",
         "samples",
         "workers",
+        "length_sampler",
     ],
     "training/planning": [
         "__init__",

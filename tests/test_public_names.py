@@ -9,6 +9,7 @@ import lightning_memguard
 
 PUBLIC_NAMES = {
     "MemGuard",
+    "LengthBatchSampler",
     "batch_sizes",
     "estimate",
     "offload_activations",
