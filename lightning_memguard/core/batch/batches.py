@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -493,18 +494,22 @@ def length_of(batch: object) -> int:
     )
 
 
+_MOST_EXAMPLE_BYTES = 1 << 28
+
+
 def batch_of_length(batch: object, length: int) -> Any:
     """The batch with samples of another length; see `length_of`.
 
     Dimension 1 of each tensor that has the length there is repeated or cut, such as tokens, masks and labels. One that
-    holds a whole number for each sample, and the length at most, holds the new length.
+    holds a whole number for each sample, and the length at most, holds the new length. One that would be very large has
+    no values.
     """
     known = length_of(batch)
 
     def resized(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.dim() > 1 and tensor.shape[1] == known:
             shape = (tensor.shape[0], length, *tensor.shape[2:])
-            if not is_known(tensor):
+            if not is_known(tensor) or math.prod(shape) * tensor.element_size() > _MOST_EXAMPLE_BYTES:
                 return torch.empty(shape, dtype=tensor.dtype, device="meta")
             return _repeat(shape, tensor).requires_grad_(tensor.requires_grad)
         holds_lengths = tensor.dim() == 1 and _is_whole(tensor) and is_known(tensor) and tensor.numel()

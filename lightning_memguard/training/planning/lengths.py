@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from numbers import Integral
@@ -37,11 +37,13 @@ class AtLength:
 
     Attributes:
         length: the length of each sample.
+        budget: what the device offers.
         largest: the decision; None if not even one sample fits.
         too_large: the error, if so.
     """
 
     length: int
+    budget: Budget
     largest: Decision | None
     too_large: DoesNotFitError | None = None
 
@@ -116,7 +118,7 @@ def batch_sizes(
     given: dict[str, Any] = {"step": step, "optimizer": optimizer, "context": context}
     subject = subject_of(model, example, precision=precision, **given)
     limits = Limits(margin, None if budget is None else parse_bytes(budget), max_batch_size=max_batch_size)
-    found = largest_at_lengths(subject, batch_at, wanted, device, limits)
+    found = largest_at_lengths(subject, wanted, device, limits, batch_at)
     for note in target_of(device).notes:
         warn(f"batch_sizes: {note}.", stacklevel=2)
     if found[0].too_large and not any(each.largest for each in found):
@@ -136,29 +138,35 @@ def _checked(lengths: Iterable[object]) -> list[int]:
 
 
 def largest_at_lengths(
-    subject: Subject, batch_at: BatchOfLength, lengths: Sequence[int], device: str, limits: Limits
+    subject: Subject, lengths: Iterable[int], device: str, limits: Limits, batch_at: BatchOfLength | None = None
 ) -> list[AtLength]:
     """Find the largest batch size at each length, and its memory.
 
     Args:
         subject: the model and its settings.
-        batch_at: length -> an example batch.
         lengths: those to look at.
         device: see `batch_sizes`.
         limits: what the batch sizes are chosen from.
+        batch_at: length -> an example batch (default: the subject's own, see `batch_of_length`).
+
+    Returns:
+        The shortest length first.
 
     Raises:
         MemGuardError: the device is unknown, or the budget is more than it has.
         CannotTraceError: the step cannot be predicted at one of the lengths.
     """
+    batch_at = batch_at or partial(batch_of_length, subject.batches.small)
     target, budget = target_and_budget(device, limits, subject.model)
+    target = target.talking(subject.communicators)
     terms = Terms(AllocatorSettings.for_device(target.device.type, os.environ), target.context_bytes)
-    programs = {length: program_of(replace(subject, batches=_batches(batch_at, length)), target) for length in lengths}
+    subjects = {length: replace(subject, batches=_batches(batch_at, length)) for length in sorted(set(lengths))}
+    programs = {length: program_of(each, target) for length, each in subjects.items()}
     surveyor = LengthSurveyor(programs, subject.batch_size, terms)
     request = request_of(subject, limits)
     with Captures(*programs.values()):
-        curves = surveyor.survey()
-        return [_at_length(surveyor, length, curves[length], budget, request) for length in lengths]
+        curves = dict(sorted(surveyor.survey().items()))
+        return [_at_length(surveyor, length, curve, budget, request) for length, curve in curves.items()]
 
 
 def _batches(batch_at: BatchOfLength, length: int) -> Batches:
@@ -180,4 +188,4 @@ def _at_length(surveyor: LengthSurveyor, length: int, curve: Curve, budget: Budg
         raise CannotTraceError(f"The step cannot be predicted at length {length}: {error}.") from error
     if follows and (too_large or proven.curve.growth is None):
         return _at_length(surveyor, length, surveyor.survey_at(length), budget, request)
-    return AtLength(length, None if too_large else decision, too_large)
+    return AtLength(length, budget, None if too_large else decision, too_large)
