@@ -17,8 +17,10 @@ if TYPE_CHECKING:
     from lightning_memguard.core.decision.record import EpochRecord
     from lightning_memguard.core.replay.footprint import Footprint
     from lightning_memguard.errors import CannotResizeLoaderError, CannotTraceError, DoesNotFitError, MemGuardError
+    from lightning_memguard.training.data.length_sampler import LengthBatchSampler
     from lightning_memguard.training.offload.engine import offload_activations
     from lightning_memguard.training.planning.estimate import estimate
+    from lightning_memguard.training.planning.lengths import batch_sizes
     from lightning_memguard.training.planning.ways import ways_to_train
     from lightning_memguard.training.run.callback import MemGuard
 
@@ -30,8 +32,10 @@ __all__ = [
     "DoesNotFitError",
     "EpochRecord",
     "Footprint",
+    "LengthBatchSampler",
     "MemGuard",
     "MemGuardError",
+    "batch_sizes",
     "estimate",
     "offload_activations",
     "ways_to_train",
@@ -46,12 +50,16 @@ _HOMES = {
     "DoesNotFitError": "lightning_memguard.errors",
     "EpochRecord": "lightning_memguard.core.decision.record",
     "Footprint": "lightning_memguard.core.replay.footprint",
+    "LengthBatchSampler": "lightning_memguard.training.data.length_sampler",
     "MemGuard": "lightning_memguard.training.run.callback",
     "MemGuardError": "lightning_memguard.errors",
+    "batch_sizes": "lightning_memguard.training.planning.lengths",
     "estimate": "lightning_memguard.training.planning.estimate",
     "offload_activations": "lightning_memguard.training.offload.engine",
     "ways_to_train": "lightning_memguard.training.planning.ways",
 }
+
+_FUNCTIONS = ("batch_sizes", "estimate", "offload_activations", "ways_to_train")
 
 if not TYPE_CHECKING:  # a type checker that sees __getattr__ takes every misspelt name for one of ours
 
@@ -62,7 +70,7 @@ if not TYPE_CHECKING:  # a type checker that sees __getattr__ takes every misspe
             value = getattr(import_module(_HOMES[name]), name)
         except (AttributeError, ImportError) as error:
             value = _unavailable(error)
-            if name not in ("estimate", "offload_activations", "ways_to_train") or value is None:
+            if name not in _FUNCTIONS or value is None:
                 raise
         globals()[name] = value  # from now on the name is found without asking here
         return value

@@ -81,9 +81,11 @@ def test_a_snippet_runs_as_it_is_written(snippet: str, names: dict[str, Any], ca
         assert names["guard"].decision.batch_size == 40
     if "network, example, batch_size=512" in snippet:
         assert names["footprint"].most_device_bytes > 4 * 512 * (16 + 4)  # the batch and its products
+    if "LengthBatchSampler" in snippet:
+        assert len({len(batch) for batch in names["sampler"]}) > 1
     if "def fits" in snippet:
         assert names["budget"] in (256, 512, 1024)
 
 
 def test_every_section_has_a_snippet() -> None:
-    assert len(_SECTIONS) == len({name.rpartition(" ")[0] for name, _ in _SNIPPETS}) == 10
+    assert len(_SECTIONS) == len({name.rpartition(" ")[0] for name, _ in _SNIPPETS}) == 11

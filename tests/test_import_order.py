@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1] / "lightning_memguard"
 ROOMS = {
     "": ["_version", "errors", "units"],
     "core": ["__init__", "foreign", "shown", "range"],
-    "core/trace": ["__init__", "scratch", "kept", "work", "trace", "growth", "packed"],
+    "core/trace": ["__init__", "scratch", "kept", "work", "trace", "growth", "lengths", "packed"],
     "core/replay": [
         "__init__",
         "settings",
@@ -102,6 +102,7 @@ ROOMS = {
         "capture",
         "curve",
         "predict",
+        "lengths",
     ],
     "core/layers": ["__init__", "layers", "textbook"],
     "report": [
@@ -152,6 +153,7 @@ ROOMS = {
         "draws",
         "samples",
         "workers",
+        "length_sampler",
     ],
     "training/planning": [
         "__init__",
@@ -164,6 +166,7 @@ ROOMS = {
         "by_name",
         "estimate",
         "plan",
+        "lengths",
         "layouts",
         "ways",
     ],
@@ -221,6 +224,7 @@ NOT_STD = {
     "core/capture/program.py",
     "core/capture/capture.py",
     "core/capture/predict.py",
+    "core/capture/lengths.py",
     "core/kernels/attention.py",
     "core/kernels/table.py",
     "core/device/speed.py",

@@ -9,6 +9,8 @@ import lightning_memguard
 
 PUBLIC_NAMES = {
     "MemGuard",
+    "LengthBatchSampler",
+    "batch_sizes",
     "estimate",
     "offload_activations",
     "ways_to_train",

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 
-from lightning_memguard.core.decision.decision import Budget, needed_words, retries_words
+from lightning_memguard.core.decision.decision import Budget, Decision, needed_words, prediction_of, retries_words
 from lightning_memguard.core.gpus import Gpu
 from lightning_memguard.core.layers.textbook import ratio_to_peak
 from lightning_memguard.core.replay.footprint import Footprint
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from lightning_memguard.core.replay.alternatives import Alternative
     from lightning_memguard.core.replay.history import History, Holder, OutOfMemory, Stack
     from lightning_memguard.training.planning.layouts import Fit
+    from lightning_memguard.training.planning.lengths import AtLength
     from lightning_memguard.training.planning.plan import Plan
     from lightning_memguard.training.planning.subject import Subject
     from lightning_memguard.training.planning.ways import TrainingWay, Ways
@@ -128,11 +129,14 @@ def _within(plan: Plan) -> str:
 
 
 def _largest(plan: Plan) -> tuple[str, str]:
-    largest = plan.largest
-    if largest is None or largest.footprint is None:
+    if plan.largest is None or plan.largest.footprint is None:
         return "none" if plan.too_large else "unknown", ""
+    return _of_decision(plan.largest)
+
+
+def _of_decision(largest: Decision) -> tuple[str, str]:
     more = "" if largest.limited_by == "memory" else "+"
-    return f"{largest.batch_size}{more}", needed_words(largest.footprint).replace(", ", "\n")
+    return f"{largest.batch_size}{more}", needed_words(prediction_of(largest)[0]).replace(", ", "\n")
 
 
 def plan_data(plan: Plan) -> dict[str, Any]:
@@ -180,6 +184,33 @@ def print_advice(advice: Sequence[Advice], on: Plan, console: Console) -> None:
 def advice_data(each: Advice) -> dict[str, Any]:
     """One remedy for programs."""
     return {**vars(each), "footprint": footprint_data(each.footprint)}
+
+
+def print_lengths(subject: Subject, found: Sequence[AtLength], console: Console) -> None:
+    """Print the largest batch size at each length, a row each."""
+    console.print(headline(subject))
+    each = " a rank" if subject.ranks > 1 else ""
+    columns = "Device", ">Budget", ">Length", f">Largest batch{each}", ">Predicted at largest"
+    table = new_table("MemGuard: the largest batch size at each length", *columns)
+    for at in found:
+        largest = _of_decision(at.largest) if at.largest else ("none", "")
+        table.add_row(at.budget.device, format_bytes(at.budget.free_bytes), f"{at.length}", *largest)
+    console.print(table)
+    share = found[0].budget.margin_share
+    console.print(f"The prediction's upper bound is within the budget minus a {share:.0%} margin.")
+    if limits := {at.largest.limited_by for at in found if at.largest and at.largest.limited_by != "memory"}:
+        console.print(f"+: the largest with {' or '.join(sorted(limits))}; memory is not the limit.")
+    for at in found:
+        if at.too_large:
+            console.print(f"At length {at.length} on {at.budget.device}: {at.too_large}", soft_wrap=True)
+    notes = (note for at in found if at.largest for note in prediction_of(at.largest)[0].notes)
+    print_notes((*notes, *subject.notes), console)
+
+
+def length_data(at: AtLength) -> dict[str, Any]:
+    """The largest batch size at a length for programs; 0 if not even one sample fits."""
+    largest = footprint_data(prediction_of(at.largest)[0]) if at.largest else None
+    return {**picked(at, "length", "batch_size"), "largest": largest, "budget": budget_data(at.budget)}
 
 
 def print_ways(found: Ways, console: Console) -> None:

@@ -659,6 +659,23 @@ def test_the_ways_to_see_so_many_samples_are_printed_with_their_cost(project: An
     assert main([*options, "--advise"]) == BAD_USE
 
 
+def test_the_largest_batch_at_each_length_is_printed(capsys: Any) -> None:
+    shapes = ["--input-shape", "4,16,512", "--target-shape", "4,16,512:float32"]
+    options = ["plan", *LINEAR, *shapes, "--device", "T4", "--budget", "1GiB", "--length", "1024", "8", "10000000"]
+    assert main([*options, "--max-batch-size", "2000"]) == FITS
+    out = capsys.readouterr().out
+    assert "the largest batch size at each length" in out
+    assert "2000+" in out
+    assert "At length 10000000 on Tesla T4: Batch size 1 needs" in out
+    assert main([*options, "--json"]) == FITS
+    short, long, none = json.loads(capsys.readouterr().out)["lengths"]
+    assert [each["length"] for each in (short, long, none)] == [8, 1024, 10_000_000]
+    assert short["batch_size"] > 100 * long["batch_size"] > none["batch_size"] == 0
+    assert main([*options[:-3], "10000000"]) == DOES_NOT_FIT
+    assert main([*options, "--advise"]) == BAD_USE
+    assert main([*options, "--target-batch", "8"]) == BAD_USE
+
+
 def test_a_script_that_parses_arguments_finds_none_of_ours(project: Path) -> None:
     script = "import argparse, net\nargparse.ArgumentParser().parse_args()\nNet = net.Net\n"
     (project / "script.py").write_text(script, encoding="utf-8")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
@@ -18,13 +18,14 @@ from lightning_memguard.core.replay.timeline import timeline_of
 from lightning_memguard.errors import CannotTraceError, MemGuardError
 from lightning_memguard.report.page import write_report
 from lightning_memguard.report.page_data import Report, curve_of
-from lightning_memguard.units import parse_bytes
+from lightning_memguard.units import counted, parse_bytes
 
 if TYPE_CHECKING:
     from lightning_memguard.core.decision.advice import Advice
     from lightning_memguard.core.decision.decision import Limits
     from lightning_memguard.training.planning.by_name import Largest
     from lightning_memguard.training.planning.layouts import Fit
+    from lightning_memguard.training.planning.lengths import AtLength
     from lightning_memguard.training.planning.plan import Plan
     from lightning_memguard.training.planning.subject import Subject
     from lightning_memguard.training.planning.ways import Ways
@@ -45,6 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-batch-size", type=whole_number(1), metavar="N", help="largest to choose (default: 1000000)")
     text = "find the ways to train with N samples a step, by their memory, time and cost, instead of the largest batch"
     add("--target-batch", type=whole_number(1), metavar="N", help=text)
+    text = "find the largest batch size at each of these lengths (dimension 1 of the batch) instead of at its own"
+    add("--length", type=whole_number(1), nargs="+", default=[], metavar="N", help=text)
     text = "dollars an hour of one device, such as H100=2.50, for --target-batch; repeatable"
     add("--price", action="append", default=[], metavar="NAME=DOLLARS", help=text)
     add = parser.add_argument_group("prediction and output").add_argument
@@ -57,56 +60,108 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> bool:
     """Plan, and print the answer; whether it fits some device."""
     with progress() as say:
-        say("loading torch and Lightning")
-        from lightning_memguard.cli.inputs import read_subject, with_memory_if_needed
-        from lightning_memguard.core.decision.decision import Limits
-        from lightning_memguard.training.planning.plan import plan_on
-        from lightning_memguard.training.planning.target import check_device
+        print_answer = _find(options, say)
+    return print_answer()
 
-        if options.report is not None:
-            _check_folder(options.report)
-        budget = None if options.budget is None else parse_bytes(options.budget, "--budget")
-        limits = Limits(options.margin, budget, options.min_batch_size, options.max_batch_size)
-        measured = Path(options.measured) if options.measured else None
-        devices = list(dict.fromkeys(options.device or default_devices()))
-        for device in devices:
-            check_device(device)
-        if options.target_batch is None and options.price:
-            raise MemGuardError("--price is the cost of the ways that --target-batch finds.")
-        if options.target_batch is not None and (options.advise or options.measured or options.report):
-            raise MemGuardError("--target-batch goes without --advise, --measured and --report: leave them out.")
-        tuning = fine_tuning.read(options)
-        if tuning is not None:
-            say("making the model")
-        subject = read_subject(options, say) if tuning is None else fine_tuning.subject_for(options, tuning)
-        plans, found = [], None
-        if options.target_batch is not None:
-            from lightning_memguard.training.planning.ways import find_ways
 
-            target, prices = options.target_batch, dict(map(_price, options.price))
-            find = partial(find_ways, samples=target, devices=devices, limits=limits, prices=prices, say=say)
-            subject, found = with_memory_if_needed(options, subject, say, find)
-        for device in () if found else devices:
-            say(f"tracing the step on {device}")
-            plan_it = partial(plan_on, device=device, limits=limits, measured=measured)
-            if tuning is None:
-                subject, plan = with_memory_if_needed(options, subject, say, plan_it)
-            else:
-                plan = plan_it(subject)
-            plans.append(plan)
-        largest = fine_tuning.largest(options, tuning, devices, limits, say) if tuning else []
-        adviser, advice = _advise(plans, say) if options.advise and plans else (None, ())
-        layouts = _layouts(subject, adviser, limits, say) if adviser else ()
-        files = _report(options, subject, plans[0], say) if options.report and plans else ()
-    if found is not None:
-        return _print_ways(subject, found, as_json=options.json)
-    if options.json:
-        _print_json(subject, plans, adviser, advice, layouts, largest)
+def _find(options: argparse.Namespace, say: Say) -> Callable[[], bool]:
+    """Plan, and return what prints the answer."""
+    say("loading torch and Lightning")
+    from lightning_memguard.cli.inputs import read_subject, with_memory_if_needed
+    from lightning_memguard.core.decision.decision import Limits
+    from lightning_memguard.training.planning.plan import plan_on
+    from lightning_memguard.training.planning.target import check_device
+
+    _check(options)
+    budget = None if options.budget is None else parse_bytes(options.budget, "--budget")
+    limits = Limits(options.margin, budget, options.min_batch_size, options.max_batch_size)
+    measured = Path(options.measured) if options.measured else None
+    devices = list(dict.fromkeys(options.device or default_devices()))
+    for device in devices:
+        check_device(device)
+    tuning = fine_tuning.read(options)
+    if tuning is not None:
+        say("making the model")
+    subject = read_subject(options, say) if tuning is None else fine_tuning.subject_for(options, tuning)
+    if options.length:
+        return _find_lengths(options, subject, devices, limits, say)
+    if options.target_batch is not None:
+        return _find_ways(options, subject, devices, limits, say)
+    plans = []
+    for device in devices:
+        say(f"tracing the step on {device}")
+        plan_it = partial(plan_on, device=device, limits=limits, measured=measured)
+        if tuning is None:
+            subject, plan = with_memory_if_needed(options, subject, say, plan_it)
+        else:
+            plan = plan_it(subject)
+        plans.append(plan)
+    largest = fine_tuning.largest(options, tuning, devices, limits, say) if tuning else []
+    adviser, advice = _advise(plans, say) if options.advise and plans else (None, ())
+    layouts = _layouts(subject, adviser, limits, say) if adviser else ()
+    files = _report(options, subject, plans[0], say) if options.report and plans else ()
+
+    def print_answer() -> bool:
+        if options.json:
+            _print_json(subject, plans, adviser, advice, layouts, largest)
+        else:
+            _print(subject, plans, adviser, advice, files)
+            fine_tuning.print_largest(largest, tables.terminal())
+            tables.print_layouts(layouts, tables.terminal())
+        return any(plan.fits for plan in plans)
+
+    return print_answer
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Refuse options that contradict each other, and a report that could not be written."""
+    if options.report is not None:
+        _check_folder(options.report)
+    if options.target_batch is None and options.price:
+        raise MemGuardError("--price is the cost of the ways that --target-batch finds.")
+    for name, value in (("--target-batch", options.target_batch), ("--length", options.length)):
+        if value and (options.advise or options.measured or options.report):
+            raise MemGuardError(f"{name} goes without --advise, --measured and --report: leave them out.")
+    if options.target_batch is not None and options.length:
+        raise MemGuardError("--length and --target-batch ask for different tables: pass one.")
+
+
+def _find_ways(
+    options: argparse.Namespace, subject: Subject, devices: Sequence[str], limits: Limits, say: Say
+) -> Callable[[], bool]:
+    from lightning_memguard.cli.inputs import with_memory_if_needed
+    from lightning_memguard.training.planning.ways import find_ways
+
+    target, prices = options.target_batch, dict(map(_price, options.price))
+    find = partial(find_ways, samples=target, devices=devices, limits=limits, prices=prices, say=say)
+    subject, found = with_memory_if_needed(options, subject, say, find)
+    return partial(_print_ways, subject, found, as_json=options.json)
+
+
+def _find_lengths(
+    options: argparse.Namespace, subject: Subject, devices: Sequence[str], limits: Limits, say: Say
+) -> Callable[[], bool]:
+    from lightning_memguard.cli.inputs import with_memory_if_needed
+    from lightning_memguard.training.planning.lengths import largest_at_lengths
+
+    found: list[AtLength] = []
+    for device in devices:
+        say(f"tracing the step at {counted(len(options.length), 'length')} on {device}")
+        find = partial(largest_at_lengths, lengths=options.length, device=device, limits=limits)
+        if options.hf is None:
+            subject, of_device = with_memory_if_needed(options, subject, say, find)
+        else:
+            of_device = find(subject)
+        found += of_device
+    return partial(_print_lengths, subject, found, as_json=options.json)
+
+
+def _print_lengths(subject: Subject, found: Sequence[AtLength], *, as_json: bool) -> bool:
+    if as_json:
+        tables.print_json({"lengths": [tables.length_data(each) for each in found]})
     else:
-        _print(subject, plans, adviser, advice, files)
-        fine_tuning.print_largest(largest, tables.terminal())
-        tables.print_layouts(layouts, tables.terminal())
-    return any(plan.fits for plan in plans)
+        tables.print_lengths(subject, found, tables.terminal())
+    return any(each.largest for each in found)
 
 
 def _price(text: str) -> tuple[str, float]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -475,6 +476,46 @@ def batches_from_one(batch: object, batch_size: int | None = None) -> Batches:
     """
     size = batch_size_of(batch) if batch_size is None else batch_size
     return Batches(batch, _with_one_more(batch, size), size, size + 1)
+
+
+def length_of(batch: object) -> int:
+    """The length of a batch's samples: dimension 1 of its first tensor that has one.
+
+    Raises:
+        CannotTraceError: none has.
+    """
+    for tensor in tensors_in(batch):
+        if tensor.dim() > 1:
+            return int(tensor.size(1))
+    shapes = [tuple(tensor.shape) for tensor in tensors_in(batch)]
+    raise CannotTraceError(
+        f"The batch has no length: none of its tensors has a dimension 1, their shapes are {shapes}. Pass a function "
+        "in place of the batch: (length) -> a batch of samples of that length."
+    )
+
+
+_MOST_EXAMPLE_BYTES = 1 << 28
+
+
+def batch_of_length(batch: object, length: int) -> Any:
+    """The batch with samples of another length; see `length_of`.
+
+    Dimension 1 of each tensor that has the length there is repeated or cut, such as tokens, masks and labels. One that
+    holds a whole number for each sample, and the length at most, holds the new length. One that would be very large has
+    no values.
+    """
+    known = length_of(batch)
+
+    def resized(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dim() > 1 and tensor.shape[1] == known:
+            shape = (tensor.shape[0], length, *tensor.shape[2:])
+            if not is_known(tensor) or math.prod(shape) * tensor.element_size() > _MOST_EXAMPLE_BYTES:
+                return torch.empty(shape, dtype=tensor.dtype, device="meta")
+            return _repeat(shape, tensor).requires_grad_(tensor.requires_grad)
+        holds_lengths = tensor.dim() == 1 and _is_whole(tensor) and is_known(tensor) and tensor.numel()
+        return torch.full_like(tensor, length) if holds_lengths and int(tensor.max()) == known else tensor
+
+    return batch if length == known else map_tensors(batch, resized)
 
 
 def _with_one_more(tree: object, size: int) -> Any:

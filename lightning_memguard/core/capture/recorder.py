@@ -300,7 +300,8 @@ class Recorder(Storages, TorchDispatchMode):
         """Stop recording: the events so far, each with its part."""
         self._references.clear()
         events = tuple(
-            row if row.part else row._replace(part=self._parts.get(row.block, "temporaries")) for row in self.rows
+            row if row.part else row._replace(part=self._parts.get(row.block, "temporaries"))
+            for row in _in_steady_order(self.rows)
         )
         kernels, spans, held_at = tuple(self._scratch.kernels), tuple(self._scratch.spans), self._held_at
         first = len(self._bytes)
@@ -461,6 +462,21 @@ def _node_of(tensor: Tensor) -> Any:
         return tensor.grad_fn
     except RuntimeError:
         return None
+
+
+def _in_steady_order(rows: Sequence[Event]) -> Iterator[Event]:
+    """Put casts that are freed at once in the order of their numbers.
+
+    Autocast clears its cache of cast weights in the order of their addresses, which differs from run to run.
+    """
+    casts = {row.block for row in rows if row.operator == "aten._to_copy.default"}
+
+    def place(row: Event) -> tuple[object, ...] | None:
+        return row[4:] if row.action == "free" and row.block in casts else None
+
+    for where, run in itertools.groupby(rows, place):
+        together = list(run)
+        yield from sorted(together, key=lambda row: row.block) if where else together
 
 
 @contextmanager

@@ -20,8 +20,10 @@ from lightning_memguard.core.trace.trace import CASES, Event, Kernel, ScratchSpa
 from lightning_memguard.core.trace.work import Group, WorkAt, groups_of
 from lightning_memguard.errors import CannotTraceError
 
-_Coefficients = tuple[Fraction, ...]  # c[0] + c[1] n + c[2] n^2
-_Fit = Callable[[tuple[int, ...], Event], _Coefficients]
+Coefficients = tuple[Fraction, ...]
+"""Of a polynomial: ``c[0] + c[1] n + c[2] n^2``."""
+
+_Fit = Callable[[tuple[int, ...], Event], Coefficients]
 
 
 @dataclass(frozen=True)
@@ -40,8 +42,8 @@ class Growth:
 
     template: Trace
     sizes: tuple[int, ...]
-    coefficients: dict[int, _Coefficients]
-    kernels: dict[int, dict[int, _Coefficients]]
+    coefficients: dict[int, Coefficients]
+    kernels: dict[int, dict[int, Coefficients]]
     same: tuple[int, ...]
     work: tuple[Group, ...] = ()
 
@@ -56,7 +58,7 @@ class Growth:
         if batch_size == self.template.batch_size:
             return self.template
         events = list(self.template.events)
-        sizes: dict[_Coefficients, int] = {}
+        sizes: dict[Coefficients, int] = {}
         for position, coefficients in self.coefficients.items():
             nbytes = sizes.get(coefficients)
             if nbytes is None:
@@ -121,11 +123,11 @@ def grow(traces: Sequence[Trace]) -> Growth:
     sizes = tuple(trace.batch_size for trace in ordered)
     if len(sizes) < 2:
         raise CannotTraceError(f"Growth needs traces at two batch sizes or more; got {list(sizes)}.")
-    positions = [_without_scratch(trace) for trace in ordered]
+    positions = [without_scratch(trace) for trace in ordered]
     outlines = [[trace.events[at] for at in kept] for trace, kept in zip(ordered, positions, strict=True)]
-    _check_same_events(ordered, outlines)
+    check_same_events(ordered, outlines, "batch sizes", sizes)
     fit = partial(_fit, sizes, {})
-    coefficients: dict[int, _Coefficients] = {}
+    coefficients: dict[int, Coefficients] = {}
     for position, rows in zip(positions[-1], zip(*outlines, strict=True), strict=True):
         nbytes = tuple([row.nbytes for row in rows])
         if min(nbytes) != max(nbytes):
@@ -203,7 +205,7 @@ def _is_of_batch(event: Event) -> bool:
 _OF_BATCH = ("activations", "batch", "temporaries", "workspaces")
 
 
-def _without_scratch(trace: Trace) -> list[int]:
+def without_scratch(trace: Trace) -> list[int]:
     """Positions of the events that are not a kernel's scratch."""
     kept: list[int] = []
     done = 0
@@ -220,8 +222,8 @@ def _same_kernels(traces: Sequence[Trace]) -> tuple[int, ...]:
     return tuple([firsts.setdefault(kernels, index) for index, kernels in enumerate(calls)])
 
 
-def _grow_kernels(traces: Sequence[Trace], firsts: set[int], fit: _Fit) -> dict[int, dict[int, _Coefficients]]:
-    found: dict[int, dict[int, _Coefficients]] = {}
+def _grow_kernels(traces: Sequence[Trace], firsts: set[int], fit: _Fit) -> dict[int, dict[int, Coefficients]]:
+    found: dict[int, dict[int, Coefficients]] = {}
     places = {span.kernel: span.like for span in traces[0].scratch_spans}
     for index, kernels in enumerate(zip(*(trace.kernels for trace in traces), strict=True)):
         if index in firsts and len({kernel.numbers for kernel in kernels}) > 1:
@@ -231,56 +233,87 @@ def _grow_kernels(traces: Sequence[Trace], firsts: set[int], fit: _Fit) -> dict[
     return found
 
 
-def _check_same_events(traces: Sequence[Trace], outlines: Sequence[Sequence[Event]]) -> None:
+def check_same_events(
+    traces: Sequence[Trace], outlines: Sequence[Sequence[Event]], what: str, sizes: Sequence[int]
+) -> None:
+    """Refuse traces that differ in more than bytes.
+
+    Args:
+        traces: of one step.
+        outlines: the events of each that are not a kernel's scratch.
+        what: the name of the sizes at which they were captured, such as ``"batch sizes"``.
+        sizes: of each.
+
+    Raises:
+        CannotTraceError: they differ; the error says where first.
+    """
     first = traces[0]
-    for other, events in zip(traces[1:], outlines[1:], strict=True):
+    for other, events, size in zip(traces[1:], outlines[1:], sizes[1:], strict=True):
+        where = f"{what} {sizes[0]} and {size}"
         for mine, theirs in zip(outlines[0], events, strict=False):
             if mine[:2] != theirs[:2] or mine[3:-1] != theirs[3:-1]:  # the line may differ, as blocks are built by size
-                raise _differ(first, other, f"first in {_place(mine)}")
+                raise _differ(where, f"first in {place_of(mine)}")
         if len(outlines[0]) != len(events):
-            raise _differ(first, other, "at one it allocates more often")
+            raise _differ(where, "at one it allocates more often")
         if [kernel.rest for kernel in first.kernels] != [kernel.rest for kernel in other.kernels]:
-            raise _differ(first, other, "an operator gets other arguments")
+            raise _differ(where, "an operator gets other arguments")
 
 
-def _differ(first: Trace, other: Trace, how: str) -> CannotTraceError:
-    sizes = f"batch sizes {first.batch_size} and {other.batch_size}"
-    return CannotTraceError(f"The step runs differently at {sizes}: {how}.")
+def _differ(where: str, how: str) -> CannotTraceError:
+    return CannotTraceError(f"The step runs differently at {where}: {how}.")
 
 
-def _place(event: Event) -> str:
+def place_of(event: Event) -> str:
     """Describe an event's place in the step, such as ``encoder.layers.1 (forward, at train.py:12)``."""
     line = event.source.rpartition(":")[0]
     return f"{event.module or 'the step'} ({event.phase}{f', at {line}' if line else ''})"
 
 
 def _fit(
-    sizes: tuple[int, ...], known: dict[tuple[int, ...], _Coefficients], nbytes: tuple[int, ...], event: Event
-) -> _Coefficients:
-    if nbytes in known:
-        return known[nbytes]
-    points = list(zip(sizes, nbytes, strict=True))
-    for degree in range(1, min(3, len(sizes))):
+    sizes: tuple[int, ...], known: dict[tuple[int, ...], Coefficients], nbytes: tuple[int, ...], event: Event
+) -> Coefficients:
+    if nbytes not in known:
+        points = list(zip(sizes, nbytes, strict=True))
+        coefficients = through(points)
+        if not coefficients or coefficients[-1] <= 0:
+            pairs = ", ".join(f"{b} B at {n}" for n, b in points)
+            raise CannotTraceError(
+                f"What {place_of(event)} allocates is not linear or quadratic in the batch size: {pairs}."
+            )
+        known[nbytes] = coefficients
+    return known[nbytes]
+
+
+def through(points: Sequence[tuple[int, Fraction | int]]) -> Coefficients:
+    """The polynomial of least degree, two at most, through all points, exactly; empty if there is none."""
+    for degree in range(min(3, len(points))):
         coefficients = _interpolate(points[: degree + 1])
-        if all(_evaluate(coefficients, n) == b for n, b in points) and coefficients[-1] > 0:
+        if all(value_at(coefficients, n) == b for n, b in points):
             return coefficients
-    pairs = ", ".join(f"{b} B at {n}" for n, b in points)
-    raise CannotTraceError(f"What {_place(event)} allocates is not linear or quadratic in the batch size: {pairs}.")
+    return ()
 
 
-def _interpolate(points: Sequence[tuple[int, int]]) -> _Coefficients:
+def _interpolate(points: Sequence[tuple[int, Fraction | int]]) -> Coefficients:
     """Newton's divided differences, written out in powers of n."""
-    (n0, b0), (n1, b1), *third = points
-    slope = Fraction(b1 - b0, n1 - n0)
+    (n0, b0), *others = points
+    if not others:
+        return (Fraction(b0),)
+    (n1, b1), *third = others
+    slope = Fraction(b1 - b0) / (n1 - n0)
     if not third:
         return (b0 - slope * n0, slope)
     ((n2, b2),) = third
-    bend = (Fraction(b2 - b1, n2 - n1) - slope) / (n2 - n0)
+    bend = (Fraction(b2 - b1) / (n2 - n1) - slope) / (n2 - n0)
     return (b0 - slope * n0 + bend * n0 * n1, slope - bend * (n0 + n1), bend)
 
 
-def _evaluate(coefficients: _Coefficients, batch_size: int) -> int:
+def value_at(coefficients: Coefficients, n: int) -> Fraction:
+    """The value of a polynomial."""
     total = Fraction(0)
     for coefficient in reversed(coefficients):
-        total = total * batch_size + coefficient
-    return max(0, ceil(total))
+        total = total * n + coefficient
+    return total
+
+
+def _evaluate(coefficients: Coefficients, batch_size: int) -> int:
+    return max(0, ceil(value_at(coefficients, batch_size)))

@@ -96,7 +96,7 @@ def plan_on(subject: Subject, device: str, limits: Limits | None = None, measure
             # A single sample differs from how other sizes grow: tensors of length 1 need no copies to be contiguous.
             # Other sizes still come from the growth, which is proven when it is used.
             prediction = Prediction(prediction.program, known.with_captured(size, proven.curve.captured[size]))
-        request = _request(subject, limits)
+        request = request_of(subject, limits)
         asked = decide(prediction.footprint_at, budget, replace(request, free_to_choose=False))
         asked = with_retries(asked, prediction)
         assert asked.footprint is not None
@@ -115,7 +115,12 @@ def plan_on(subject: Subject, device: str, limits: Limits | None = None, measure
             return replace(plan, reason=str(error))
 
 
-def _request(subject: Subject, limits: Limits) -> Request:
+def request_of(subject: Subject, limits: Limits) -> Request:
+    """Return the request for the largest batch size within some limits.
+
+    Raises:
+        MemGuardError: the data has fewer samples than the smallest size allowed.
+    """
     dataset_size = subject.loader_info.dataset_size if subject.loader_info else None
     if dataset_size is not None and limits.min_batch_size > dataset_size:
         raise MemGuardError(
