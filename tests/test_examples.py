@@ -148,7 +148,7 @@ def test_hugging_faces_trainer_is_predicted_and_measured(tmp_path: Path) -> None
     pytest.importorskip("accelerate", reason="Hugging Face's Trainer needs it")
     done = run("hf_trainer.py", tmp_path)
     assert "Trained 8 steps at batch size 8." in done.text
-    assert re.search(r"MemGuard: predicted a peak of [\d.]+ MiB, measured", done.text)
+    assert re.search(r"MemGuard: predicted a peak of [\d.]+ MiB( \(at most [\d.]+ MiB\))?, measured", done.text)
     moved = run("hf_trainer.py", tmp_path, "--budget", "100MiB")
     assert "8 steps with activations on the host" in moved.text
 
