@@ -50,7 +50,8 @@ VARIANTS = tuple(map(Variant, range(4)))  # at each size
 _UNEVEN_DRAWS = range(1, 9)  # if the samples differ in size
 _SEEDS = tuple(map(Variant, range(1, 9)))  # if the step draws random numbers
 _TELLING = 3  # of them tell whether sizes depend on them
-SHARED_VARIANTS = tuple(map(Variant, range(8)))  # at one small size
+SHARED_VARIANTS = tuple(map(Variant, range(8)))  # at one small size; three of a slow step
+_SLOW_SECONDS = 1.0
 _WAYS: tuple[Method, ...] = ("fake", "worst-case", "real")
 _CHECKED = 3  # sizes that check how a step grows
 _CLEARLY = 1.01  # times as much as real batches take: such a worst case is not predicted
@@ -557,7 +558,8 @@ def _sampled(captures: Captures, program: Program, worst: Curve, batch_size: int
                 replace(variant, shares=trace.shares) for variant, trace in zip(worst.variants, traces, strict=True)
             )
         else:
-            traces = [*_traces_of(captures, program, size, "real", SHARED_VARIANTS)]
+            drawn = SHARED_VARIANTS if first.seconds < _SLOW_SECONDS else SHARED_VARIANTS[:3]
+            traces = [*_traces_of(captures, program, size, "real", drawn)]
             shares = [trace.shares for trace in (traces[0], traces[len(traces) // 2], traces[-1])]
             variants = tuple(Variant(shares=each) for each in dict.fromkeys(shares))
         if not any(variant.shares for variant in variants):
