@@ -40,7 +40,7 @@ LISTED_ELSEWHERE = ("_parameters", "_buffers", "_modules", "callbacks")
 UNSTABLE = re.compile(r"_hooks|_time(_|$)|^time_elapsed$")  # the keys of hooks count up in the process
 UNNAMED = re.compile(  # names drawn at random, and MemGuard's metrics where a warning lists all
     rf"0x[0-9a-f]+|(?<={re.escape(tempfile.gettempdir())}/tmp)\w{{8}}|(?<=tfevents).*"
-    r"|(, )?'memguard/\w+'(?=\])|'memguard/\w+', "
+    r"|(, )?'memguard/[\w/]+'(?=\])|'memguard/[\w/]+', "
 )
 OURS = re.compile(r"MemGuard|^Batch size \d+ (is unchanged|fits)")  # warnings
 
@@ -135,7 +135,7 @@ class Observer:
             try:
                 return method(trainer, *args, **kwargs)
             except BaseException as error:
-                raised = UNNAMED.sub("", f"{type(error).__name__}: {error}"[:300])
+                raised = UNNAMED.sub("", f"{type(error).__name__}: {error}")[:300]
                 raise
             finally:
                 state = state_of(trainer, self.item.funcargs.get("tmp_path"), self.threads)
