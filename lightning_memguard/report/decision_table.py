@@ -238,8 +238,11 @@ def warning_of(decision: Decision) -> str:
     return decision.reason if decision.because and decision.outcome != "checked" else ""
 
 
-def last_line(records: Sequence[EpochRecord]) -> str:
-    """One line for the end of a fit: predicted versus measured."""
+def last_line(records: Sequence[EpochRecord], *, stayed_bytes: int = 0) -> str:
+    """One line for the end of a fit: predicted versus measured.
+
+    ``stayed_bytes`` is how much more the run holds between two steps at its end than after its first step.
+    """
     worst = max(records, key=lambda record: record.measured.taken_bytes)
     footprint, measured = worst.predicted, worst.measured
     size, most = format_bytes(footprint.peak_device_bytes), format_bytes(footprint.most_device_bytes)
@@ -261,4 +264,11 @@ def last_line(records: Sequence[EpochRecord]) -> str:
         run = f"{duration(seconds)} a step{f', predicted {duration(expected.likely)}' if expected else ''}; {run}"
     over = f", {format_bytes(-worst.headroom_bytes)} over budget" if worst.headroom_bytes < 0 else ""
     peak = f"measured {measured_words(measured)}"
-    return f"MemGuard: predicted {predicted}, {peak}{error}{over}; {run}"
+    missing, why = measured.peak_bytes - footprint.highest.device_bytes, ""
+    if worst.has_error and 2 * stayed_bytes > missing > _WORTH_EXPLAINING * measured.peak_bytes:
+        stayed = format_bytes(min(stayed_bytes, measured.peak_bytes - footprint.peak_device_bytes))
+        why = f", of which up to {stayed} came after the first step and stayed (data or results that are kept)"
+    return f"MemGuard: predicted {predicted}, {peak}{error}{why}{over}; {run}"
+
+
+_WORTH_EXPLAINING = 0.1  # of a peak, above all that was predicted

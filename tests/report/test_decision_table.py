@@ -297,6 +297,18 @@ def test_of_several_epochs_the_one_with_the_highest_peak_is_reported():
     )
 
 
+def test_what_stayed_after_the_first_step_explains_a_peak_above_all_that_was_predicted():
+    more = epoch(22 * GIB, 44 * GIB)
+    more = replace(more, predicted=replace(more.predicted, doubts=()))
+    assert (
+        ": -50.0%, of which up to 20.0 GiB came after the first step and stayed (data or results that are kept), "
+        in (last_line([more], stayed_bytes=20 * GIB))
+    )
+    assert "of which up to 22.0 GiB came" in last_line([more], stayed_bytes=30 * GIB), "no more than was not predicted"
+    for records, stayed in (([more], 2 * GIB), ([epoch(22 * GIB, 20 * GIB)], 20 * GIB)):
+        assert "stayed" not in last_line(records, stayed_bytes=stayed)
+
+
 def test_where_nothing_was_measured_no_error_is_reported():
     assert "nan" not in last_line([epoch(22 * GIB, 0)])
 

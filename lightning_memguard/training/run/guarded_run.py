@@ -418,7 +418,10 @@ class GuardedRun:
             self.records[-1] = self.records[-1].with_what_followed(self.measuring.peak_by_part())
         if self.records and self.trainer.is_global_zero:
             page = self._write_page()
-            say(f"{last_line(self.records)}{f' Full report: {page}' if page else ''}")
+            self.measuring.note_held()
+            held = [nbytes for _, nbytes in self.measuring.between_steps] or [0]
+            line = last_line(self.records, stayed_bytes=held[-1] - held[0])
+            say(f"{line}{f' Full report: {page}' if page else ''}")
 
     # -- files
 
