@@ -1,6 +1,7 @@
 """What keeps the package one that a person can hold: limits on files, classes, functions and parameters typed `Any`."""
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,3 +30,13 @@ def test_fewer_than_3_in_100_parameters_are_typed_any():
         ast.unparse(argument.annotation) for _, argument in nodes(ast.arg) if argument.annotation is not None
     ]
     assert annotations.count("Any") < 0.03 * len(annotations)
+
+
+def test_the_architecture_lists_every_file():
+    page = (PACKAGE.parent / "docs/architecture.md").read_text(encoding="utf-8")
+    listed = {
+        folder: re.findall(r"\w+", files) for folder, files in re.findall(r"^\| `([\w/]+)/` \|.*\|(.*)\|$", page, re.M)
+    }
+    files = {path for path in TREES if path.parent.as_posix() in listed and path.stem != "__init__"}
+    assert len(files) > 150
+    assert not [path for path in files if path.stem not in listed[path.parent.as_posix()]]
