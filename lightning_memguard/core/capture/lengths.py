@@ -13,7 +13,6 @@ from lightning_memguard.core.trace.growth import Growth, grow
 from lightning_memguard.core.trace.lengths import LEAST_LENGTHS, grow_by_length
 from lightning_memguard.errors import CannotTraceError
 
-
 _PADDED = 32  # to multiples of this, at most
 
 
