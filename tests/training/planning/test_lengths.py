@@ -110,9 +110,10 @@ def test_a_lightning_module_brings_its_own_step():
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.AdamW(self.parameters())
 
-    sizes = batch_sizes(Module(), IDS, lengths=[64, 2048], budget="1GiB", max_batch_size=64, device="T4")
-    assert sizes[64] == 64
-    assert 1 < sizes[2048] < 64
+    settings: dict[str, Any] = {"budget": "1GiB", "device": "T4"}
+    sizes = batch_sizes(Module(), IDS, lengths=[512, 2048], **settings)
+    assert 1 < sizes[2048] < sizes[512]
+    assert batch_sizes(Module(), IDS, lengths=[512], strategy="ddp", devices=2, **settings)[512] < sizes[512]
 
 
 # What does not fit
