@@ -2,7 +2,8 @@
 
 Text under attention that is written out, spectrograms under convolutions, and sets, of lengths drawn from long-tailed
 distributions, are trained for an epoch on the CPU under a budget. The peak is that of the tensors as PyTorch's profiler
-counts them (`shared/truth.py`), over the whole fit; the seconds are those of another fit, without the profiler.
+counts them (`shared/truth.py`), over the whole fit; the seconds are the processor's in another fit, on one thread and
+without the profiler, with what it takes to collate and to start.
 
     python benchmarks/lengths.py          # a few minutes on one core
     python benchmarks/lengths.py text     # one of them
@@ -195,9 +196,9 @@ def run(case: Case) -> None:
         batches = list(sampler)
         once = sorted(itertools.chain(*batches)) == list(range(len(lengths)))
         peak = peak_of(profiled(lambda sampler=sampler: fit(case, samples, sampler)))[1] / MIB
-        started = time.perf_counter()
+        started = time.process_time()
         fit(case, samples, sampler)
-        rate = len(lengths) / (time.perf_counter() - started)
+        rate = len(lengths) / (time.process_time() - started)
         verdict = "over" if peak > budget else "within"
         print(
             f"  {name:36} {len(batches):4} batches {rate:7.1f} samples/s  peak {peak:6.1f} MiB  {verdict}  once: {once}"

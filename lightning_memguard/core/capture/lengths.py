@@ -13,6 +13,8 @@ from lightning_memguard.core.trace.growth import Growth, grow
 from lightning_memguard.core.trace.lengths import LEAST_LENGTHS, grow_by_length
 from lightning_memguard.errors import CannotTraceError
 
+_PADDED = 32  # to multiples of this, at most
+
 
 @dataclass(frozen=True)
 class LengthSurveyor:
@@ -32,13 +34,16 @@ class LengthSurveyor:
         """Return the curve at each length.
 
         The lengths between those that were captured follow from these, as long as the step runs the same way there;
-        where it does not, shorter and longer ones are looked at apart, and the last few are surveyed one by one. A
-        curve that follows from others is not proven at its length: `Surveyor.prove` compares it with a capture there.
+        where it does not, shorter and longer ones are looked at apart, and the last few are surveyed one by one. So are
+        those that kernels pad, as attention does. A curve that follows from others is not proven at its length:
+        `Surveyor.prove` compares it with a capture there.
 
         Raises:
             CannotTraceError: at a length, not even the states could be made.
         """
-        return self._survey(sorted(self.programs))
+        lengths = sorted(self.programs)
+        whole = [length for length in lengths if length % _PADDED == 0]
+        return self._survey(whole) | self._survey([length for length in lengths if length % _PADDED])
 
     def survey_at(self, length: int) -> Curve:
         """Return the curve at one length, from captures there."""

@@ -16,13 +16,17 @@ from lightning_memguard.core.decision.decision import check_count
 from lightning_memguard.errors import MemGuardError
 from lightning_memguard.units import counted
 
+_WINDOW = 10  # batches
+
 
 class LengthBatchSampler(Sampler[list[int]]):
     """Batches of samples of similar length, each with as many samples as fit at that length.
 
     A sample is in a batch with others whose length has the same next known length, and such a batch has as many samples
-    as fit at that length: pad it to its longest sample. In each epoch every sample is drawn once. Every rank gets the
-    same number of batches, and in each step they are of about the same length; for this, a few batches are divided.
+    as fit at that length: pad it to its longest sample. In each epoch every sample is drawn once, in a new order, in
+    which those of the most similar length among some ten batches come together, so that little is padded. Every rank
+    gets the same number of batches, and in each step they are of about the same length; for this, a few batches are
+    divided.
 
     Give it to the `DataLoader` as ``batch_sampler``, in plain PyTorch or in Lightning; on several devices, with
     ``Trainer(use_distributed_sampler=False)``, as it divides the samples among the ranks itself.
@@ -30,7 +34,7 @@ class LengthBatchSampler(Sampler[list[int]]):
     Args:
         lengths: of each sample of the dataset, in order.
         batch_sizes: by length, the largest batch size that fits, as `lightning_memguard.batch_sizes` returns it.
-        shuffle: whether samples and batches come in a new order each epoch.
+        shuffle: whether samples and batches come in a new order each epoch; else the shortest come first.
         seed: of that order; the same on all ranks.
         num_replicas: how many ranks train together (default: as many as the process group has).
         rank: which of them this is (default: as the process group says).
@@ -41,7 +45,7 @@ class LengthBatchSampler(Sampler[list[int]]):
     Example:
         >>> sampler = LengthBatchSampler([100, 30, 120, 20, 90, 25], {32: 4, 128: 2}, shuffle=False)
         >>> list(sampler)
-        [[1, 3, 5], [0, 2], [4]]
+        [[3, 5, 1], [4, 0], [2]]
     """
 
     def __init__(
@@ -57,9 +61,9 @@ class LengthBatchSampler(Sampler[list[int]]):
         self.batch_sizes = dict(sorted(batch_sizes.items()))
         self.shuffle, self.seed, self.epoch = shuffle, seed, 0
         self._num_replicas, self._rank = num_replicas, rank
-        known = [int(length) for length in lengths]
-        self._buckets = _buckets(known, self.batch_sizes)
-        self.sampler = _Samples(self, len(known))
+        self._lengths = [int(length) for length in lengths]
+        self._buckets = _buckets(self._lengths, self.batch_sizes)
+        self.sampler = _Samples(self, len(self._lengths))
         if num_replicas is not None:
             check_count("num_replicas", num_replicas)
         if not 0 <= self.rank < self.num_replicas:
@@ -99,7 +103,10 @@ class LengthBatchSampler(Sampler[list[int]]):
         batches: list[list[int]] = []
         for size, samples in self._buckets:
             order = [samples[place] for place in in_order(len(samples))]
-            batches += [order[start : start + size] for start in range(0, len(order), size)]
+            window = _WINDOW * size if self.shuffle else len(order)
+            for first in range(0, len(order), window):
+                order[first : first + window] = sorted(order[first : first + window], key=self._lengths.__getitem__)
+            batches += [order[first : first + size] for first in range(0, len(order), size)]
         ranks = self.num_replicas
         batches = _divided(batches, ranks * len(self))
         steps = [batches[first : first + ranks] for first in range(0, len(batches), ranks)]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from numbers import Integral
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -24,9 +24,19 @@ from lightning_memguard.errors import CannotTraceError, DoesNotFitError, MemGuar
 from lightning_memguard.training.facts.ranks import warn
 from lightning_memguard.training.planning.plan import request_of
 from lightning_memguard.training.planning.search import largest_that_runs
-from lightning_memguard.training.planning.subject import MakeOptimizer, Step, Subject, program_of, subject_of
+from lightning_memguard.training.planning.subject import (
+    MakeOptimizer,
+    Step,
+    Subject,
+    on_ranks,
+    program_of,
+    subject_of,
+)
 from lightning_memguard.training.planning.target import target_and_budget, target_of
 from lightning_memguard.units import parse_bytes
+
+if TYPE_CHECKING:
+    from pytorch_lightning.strategies import Strategy
 
 BatchOfLength = Callable[[int], Any]
 
@@ -66,6 +76,9 @@ def batch_sizes(
     context: Context | None = None,
     device: str = "cuda",
     precision: str = "32-true",
+    strategy: str | Strategy = "auto",
+    devices: int = 1,
+    num_nodes: int = 1,
 ) -> dict[int, int]:
     """Find the largest batch size that fits at each length.
 
@@ -88,10 +101,13 @@ def batch_sizes(
         context: see `lightning_memguard.estimate`; for a plain module.
         device: ``"cpu"``, ``"cuda"``, or a GPU by name, which need not be there.
         precision: one of Lightning's names, such as ``"bf16-mixed"``.
+        strategy: how it is trained on several devices, such as ``"ddp"``; see `lightning_memguard.estimate`.
+        devices: how many devices on each node.
+        num_nodes: how many nodes.
 
     Returns:
-        By length, the largest batch size whose predicted peak fits, at most; 0 where not even one sample does. Each is
-        checked by a capture of the step at that size and length.
+        By length, the largest batch size whose predicted peak fits, at most, on each rank; 0 where not even one sample
+        does. Each is checked by a capture of the step at that size and length.
 
     Raises:
         MemGuardError: an argument is unknown, or no length was given.
@@ -117,6 +133,8 @@ def batch_sizes(
         raise CannotTraceError("There is no batch to size by: pass an example batch, or a function of the length.")
     given: dict[str, Any] = {"step": step, "optimizer": optimizer, "context": context}
     subject = subject_of(model, example, precision=precision, **given)
+    if (strategy, devices, num_nodes) != ("auto", 1, 1):
+        subject = on_ranks(subject, strategy, devices, num_nodes)
     limits = Limits(margin, None if budget is None else parse_bytes(budget), max_batch_size=max_batch_size)
     found = largest_at_lengths(subject, wanted, device, limits, batch_at)
     for note in target_of(device).notes:

@@ -369,7 +369,7 @@ def test_those_thousands_take_scratch_that_a_few_do_not() -> None:
 
 def test_the_weights_that_autocast_casts_are_freed_in_one_order_at_every_size() -> None:
     """It clears its cache in the order of addresses: this many layers never come in the same one twice."""
-    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(40)))
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(25)))
     batches, gpu = batches_from_one(torch.zeros(4, 8)), gpus.find("A100 80GB")
     step = lambda model, batch: model(batch).sum()  # noqa: E731
     program = LoopProgram(model, batches, step, torch.optim.SGD, torch.device("cuda"), "bf16-mixed", gpu=gpu)

@@ -47,11 +47,18 @@ def test_each_epoch_has_an_order_of_its_own_that_its_seed_tells():
     assert list(copy.deepcopy(sampler)) == second
 
 
-def test_without_shuffling_short_samples_come_first_in_the_datasets_order():
-    sampler = LengthBatchSampler([100, 30, 120, 20, 90, 25], {128: 2, 32: 4}, shuffle=False)
-    assert list(sampler) == [[1, 3, 5], [0, 2], [4]]
+def test_little_is_padded():
+    lengths = [1 + 37 * place % 128 for place in range(3000)]
+    batches = list(LengthBatchSampler(lengths, SIZES))
+    padded = sum(len(batch) * max(lengths[sample] for sample in batch) for batch in batches)
+    assert padded < 1.1 * sum(lengths)
+
+
+def test_without_shuffling_the_shortest_samples_come_first():
+    sampler = LengthBatchSampler([100, 30, 120, 20, 90, 25, 20], {128: 2, 32: 4}, shuffle=False)
+    assert list(sampler) == [[3, 6, 5, 1], [4, 0], [2]]
     assert len(sampler) == 3
-    assert list(sampler.sampler) == list(range(6))
+    assert list(sampler.sampler) == list(range(7))
 
 
 @given(

@@ -71,17 +71,16 @@ def test_lengths_between_follow_from_others_until_a_capture_disagrees(monkeypatc
         return survey_at(surveyor, length)
 
     monkeypatch.setattr(surveys.LengthSurveyor, "survey_at", noted)
-    lengths = [64, 128, 192, 256, 320, 384, 448]
-    found = batch_sizes(Changing(), IDS, lengths=lengths, budget=BUDGET, max_batch_size=200, **SETTINGS)
-    assert alone == [448, 384]
+    lengths = [128, 192, 256, 320, 384, 448]
+    found = batch_sizes(Changing(), IDS, lengths=[*lengths, 301], budget=BUDGET, max_batch_size=200, **SETTINGS)
+    assert alone == [448, 301, 384]
     one = batch_sizes(Changing(), IDS, lengths=[384], budget=BUDGET, max_batch_size=200, **SETTINGS)
     assert found[384] == one[384] < found[448] * 448 / 384
     alone.clear()
-    longer = batch_sizes(
-        Changing(), IDS, lengths=[*lengths[:5], 768, 896], budget=BUDGET, max_batch_size=20, **SETTINGS
-    )
-    assert alone == [896, *lengths[:5], 768, 896]
-    assert [*longer] == [*lengths[:5], 768, 896]
+    lengths[3:] = [768, 896]  # in two regions
+    longer = batch_sizes(Changing(), IDS, lengths=lengths, budget=BUDGET, max_batch_size=20, **SETTINGS)
+    assert alone == [896, *lengths]
+    assert [*longer] == lengths
 
 
 def test_a_dict_and_a_function_of_the_length_give_what_the_tensor_gives():
@@ -111,9 +110,10 @@ def test_a_lightning_module_brings_its_own_step():
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.AdamW(self.parameters())
 
-    sizes = batch_sizes(Module(), IDS, lengths=[64, 2048], budget="1GiB", max_batch_size=64, device="T4")
-    assert sizes[64] == 64
-    assert 1 < sizes[2048] < 64
+    settings: dict[str, Any] = {"budget": "1GiB", "device": "T4"}
+    sizes = batch_sizes(Module(), IDS, lengths=[512, 2048], **settings)
+    assert 1 < sizes[2048] < sizes[512]
+    assert batch_sizes(Module(), IDS, lengths=[512], strategy="ddp", devices=2, **settings)[512] < sizes[512]
 
 
 # What does not fit
