@@ -88,4 +88,4 @@ def test_a_snippet_runs_as_it_is_written(snippet: str, names: dict[str, Any], ca
 
 
 def test_every_section_has_a_snippet() -> None:
-    assert len(_SECTIONS) == len({name.rpartition(" ")[0] for name, _ in _SNIPPETS}) == 11
+    assert all("```python" in section or "```yaml" in section for section in _SECTIONS)
