@@ -31,7 +31,7 @@ from lightning_memguard.training.adapter.loader_access import set_batch_size
 from lightning_memguard.training.adapter.metrics import forget_logged, log_epoch
 from lightning_memguard.training.adapter.program import logging_step
 from lightning_memguard.training.data.loaders import rewrite_loaders
-from lightning_memguard.training.facts.ranks import attempt, explains, say, warn
+from lightning_memguard.training.facts.ranks import attempt, explains, failed, say, warn
 from lightning_memguard.training.facts.run_facts import Stage, takes_steps
 from lightning_memguard.training.run.aftermath import held_elsewhere, oom_kills, worker_note
 from lightning_memguard.training.run.batch_monitor import BatchWatch, failure
@@ -325,10 +325,12 @@ class GuardedRun:
             if larger is not None:
                 self._warn(announcement(larger, role, batch_idx))
             return
-        if reason := attempt(partial(offloading.before, watch, batch, batch_idx, larger)).reason:
+        try:
+            offloading.before(watch, batch, batch_idx, larger)
+        except Exception as error:  # noqa: BLE001 - without it, the step runs as it would without MemGuard
             self._offloading = None
             offloading.close()
-            self._warn_on_any_rank(f"MemGuard will not put activations on the host: {reason}")
+            self._warn_on_any_rank(f"MemGuard will not put activations on the host: {failed(error).reason}")
 
     # -- at each epoch
 

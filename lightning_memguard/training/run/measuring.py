@@ -89,8 +89,9 @@ class Measuring:
             if batch_idx > 1 and batch_idx.bit_count() == 1:
                 self._children.read_pages()
         if self._meter.tensors is not None:
-            again, self._again = self._again, False
-            self._count_at(batch, batch_idx, trains=trains, counts=batch_idx == 0 or last or largest or again)
+            counts, self._again = batch_idx == 0 or last or largest or self._again, False
+            if counts or self._pauses or self._meter.tensors.is_open:
+                self._count_at(batch, batch_idx, trains=trains, counts=counts)
 
     def _count_at(self, batch: object, batch_idx: int, *, trains: bool, counts: bool) -> None:
         steps = self._trainer.global_step if trains else batch_idx
@@ -99,7 +100,7 @@ class Measuring:
             self._counted_until = steps + _BATCHES_COUNTED, batch_idx + _MOST_BATCHES_COUNTED
         elif steps >= self._counted_until[0] or batch_idx >= self._counted_until[1]:
             self.stop_counting()
-        elif self.is_counting or self._pauses:
+        else:
             self._count(TRAINING if trains else VALIDATION, batch)
         self._pauses = False
 
