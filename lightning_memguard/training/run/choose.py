@@ -199,7 +199,7 @@ class Planner:
     def _soon(self, traces: Sequence[Trace]) -> float:
         """The moment at which the survey has taken its share of the run; most end before it has to be worked out."""
         is_early = time.monotonic() < self._started + LEAST_SECONDS
-        if self._most_seconds is None and (is_early or not traces or self._settings.max_setup_seconds != "auto"):
+        if self._most_seconds is None and (is_early or not traces or not self._settings.hurries):
             return math.inf
         if self._most_seconds is None:
             size = self._reading.batch_size if self._reading else cast("RunProfile", self._profile).request.batch_size

@@ -38,6 +38,11 @@ class GuardSettings(Limits):
             )
 
     @property
+    def hurries(self) -> bool:
+        """Whether setup takes no more than a share of the run: who asks for the largest size has it looked for."""
+        return self.max_setup_seconds == "auto" and self.batch_size in ("auto", "keep")
+
+    @property
     def most_setup_seconds(self) -> float:
         """Seconds that predictions may take before the run starts; infinity for any."""
         seconds = self.max_setup_seconds

@@ -72,16 +72,35 @@ def test_the_time_of_a_step_is_that_of_its_work_else_what_a_real_one_took() -> N
 def test_a_short_run_is_predicted_at_its_own_size_with_what_was_left_out(
     trainer: Any, small: Any, dataset: TensorDataset, tuned: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(choose, "LEAST_SECONDS", 0.0)
-    monkeypatch.setattr(setup_seconds, "LEAST_SECONDS", 0.0)
     whole = tuned(trainer(), small(), dataset, batch_size="auto", max_setup_seconds=None).decision
-    cut = tuned(trainer(), small(), dataset, batch_size="auto").decision
+    with monkeypatch.context() as patch:  # from the beginning, since captures may be quick
+        patch.setattr(Planner, "_soon", lambda *_: 0.0)
+        cut = tuned(trainer(), small(), dataset, batch_size="auto").decision
     assert cut.batch_size == whole.batch_size == 10
     assert cut.footprint.peak_allocated_bytes == whole.footprint.peak_allocated_bytes
     assert any("time was up" in note for note in cut.footprint.notes)
     assert not any("time was up" in note for note in whole.footprint.notes)
-    patient = tuned(trainer(), small(), dataset, batch_size="auto", max_setup_seconds=60).decision
-    assert patient.footprint.notes == whole.footprint.notes, "who sets a number has that"
+
+
+@pytest.mark.parametrize(
+    ("settings", "hurries"),
+    [
+        ({}, True),
+        ({"batch_size": "keep"}, True),
+        ({"batch_size": "largest"}, False),
+        ({"max_setup_seconds": 60}, False),
+    ],
+)
+def test_who_asks_for_a_size_or_sets_a_time_has_it(
+    settings: Any, hurries: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choose, "LEAST_SECONDS", 5.0)
+    planner = object.__new__(Planner)
+    planner._settings, planner._started = MemGuard(**settings)._settings, 0.0
+    planner._most_seconds, planner._speed, planner._gpu = None, ONE_A_SECOND, None
+    planner._reading, planner._run = SimpleNamespace(batch_size=8), None  # type: ignore[assignment]
+    with mock.patch.object(choose, "setup_seconds", return_value=7.0), mock.patch.object(Planner, "_known_run"):
+        assert planner._soon([trace(8, 1.0)]) == (7.0 if hurries else math.inf)
 
 
 def test_the_speed_of_this_machine_is_measured_only_in_a_long_setup() -> None:
