@@ -39,8 +39,9 @@ class GuardSettings(Limits):
 
     @property
     def hurries(self) -> bool:
-        """Whether setup takes no more than a share of the run: who asks for the largest size has it looked for."""
-        return self.max_setup_seconds == "auto" and self.batch_size in ("auto", "keep")
+        """Whether setup takes no more than a share of the run; who asks for a size has it looked for."""
+        keeps = self.batch_size in ("auto", "keep") and not isinstance(self.keep_effective_batch_size, int)
+        return self.max_setup_seconds == "auto" and keeps
 
     @property
     def most_setup_seconds(self) -> float:

@@ -88,6 +88,7 @@ def test_a_short_run_is_predicted_at_its_own_size_with_what_was_left_out(
         ({}, True),
         ({"batch_size": "keep"}, True),
         ({"batch_size": "largest"}, False),
+        ({"keep_effective_batch_size": 64}, False),
         ({"max_setup_seconds": 60}, False),
     ],
 )
