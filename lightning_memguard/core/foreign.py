@@ -157,14 +157,18 @@ def gaps(*parts: str, **roots: object) -> str:
     return found[0] + (f" (and {len(found) - 1} more)" if len(found) > 1 else "") if found else ""
 
 
+def newest_tested() -> str:
+    """Write `NEWEST_TESTED`."""
+    return " and ".join(f"{name} {major}.{minor}" for name, (major, minor) in NEWEST_TESTED.items())
+
+
 def untested() -> str:
     """Say that torch or Lightning is newer than any that the tests have run on; empty if neither is."""
     versions = [_version_of("torch"), _version_of("trainer")]
     newer = [
         each for each in versions if tuple(map(int, re.findall(r"\d+", each)[:2])) > NEWEST_TESTED[each.split()[0]]
     ]
-    known = " and ".join(f"{name} {major}.{minor}" for name, (major, minor) in NEWEST_TESTED.items())
-    return f"MemGuard is tested up to {known}; this is {' and '.join(newer)}." if newer else ""
+    return f"MemGuard is tested up to {newest_tested()}; this is {' and '.join(newer)}." if newer else ""
 
 
 def reason_of(error: BaseException, text: str = "") -> str:

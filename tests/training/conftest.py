@@ -23,6 +23,7 @@ from lightning_memguard.training.adapter.loader_access import preserve_loader_cl
 from lightning_memguard.training.data import samples
 from lightning_memguard.training.run import choose, guarded_run
 from lightning_memguard.training.run.tune import Tuning, tune
+from tests.training.quiet import quiet_trainer
 
 
 class Small(pl.LightningModule):
@@ -154,18 +155,7 @@ def dataset() -> TensorDataset:
 
 @pytest.fixture
 def trainer() -> Callable[..., pl.Trainer]:
-    def make(*callbacks: pl.Callback, **settings: Any) -> pl.Trainer:
-        quiet: dict[str, Any] = {
-            "accelerator": "cpu",
-            "max_epochs": 1,
-            "logger": False,
-            "enable_checkpointing": False,
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
-        }
-        return pl.Trainer(**{**quiet, **settings}, callbacks=list(callbacks))
-
-    return make
+    return quiet_trainer
 
 
 @pytest.fixture

@@ -57,11 +57,10 @@ def _rows() -> Iterator[tuple[str, str]]:
             yield name, version
         elif name in _PACKAGES:
             yield name, "not installed"
-    known = " and ".join(f"{name} {major}.{minor}" for name, (major, minor) in foreign.NEWEST_TESTED.items())
-    yield "tested up to", foreign.untested() or known
+    yield "tested up to", foreign.untested() or foreign.newest_tested()
     yield "private names", foreign.gaps() or "all are there"
     yield "CUDA", torch.version.cuda or "not in this build of torch"
-    yield "NVIDIA driver", _said(driver_version)
+    yield "NVIDIA driver", _answer_of(driver_version)
     for device in devices_here():
         budget = budget_of(device)
         if isinstance(budget, Budget):
@@ -79,7 +78,7 @@ def _rows() -> Iterator[tuple[str, str]]:
     store = Store(default_path())
     measured, damaged = store.read()
     yield "measurements", f"{len(measured)} in {store.path}" + (f" ({damaged} damaged lines)" if damaged else "")
-    yield "offloads to files in", _said(folder)
+    yield "offloads to files in", _answer_of(folder)
 
 
 def _version_of(name: str) -> str:
@@ -89,9 +88,11 @@ def _version_of(name: str) -> str:
         return ""
 
 
-def _said(ask: Callable[[], object]) -> str:
-    """What is answered, else the error: a driver, a library or a folder can be missing."""
+def _answer_of(ask: Callable[[], object]) -> str:
+    """Return the answer as text, else the error: a driver, a library or a folder can be missing."""
+    from lightning_memguard.core.foreign import reason_of
+
     try:
         return str(ask())
     except Exception as error:  # noqa: BLE001 - drivers raise errors of any type
-        return f"{type(error).__name__}: {error}"
+        return reason_of(error)

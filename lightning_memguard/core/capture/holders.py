@@ -164,6 +164,11 @@ def roots_of(module: nn.Module, others: Iterable[object] = ()) -> dict[str, obje
     return roots | {name: sys.modules[name] for name in files if name in sys.modules}
 
 
+def tensors_of(module: nn.Module) -> list[Tensor]:
+    """List all tensors that a module holds: parameters, buffers, and `unregistered_tensors`."""
+    return [*module.parameters(), *module.buffers(), *unregistered_tensors(module)]
+
+
 def unregistered_tensors(module: nn.Module) -> Iterator[Tensor]:
     """Yield the tensors that a module holds besides parameters and buffers: unlike these, they do not go to a GPU.
 

@@ -126,12 +126,10 @@ class TensorCounter:
         self._seconds += perf_counter() - started + _SECONDS_A_BLOCK * len(blocks)
 
     def others(self, tensor_bytes: int) -> dict[str, int]:
-        """What malloc holds now in addition to these tensors and to what it had given out when the counter was made."""
-        heap = _asks()[0]()
-        given_out = int(heap.uordblks + heap.hblkhd) - self._zero_at_start
+        """Bytes that malloc holds now beyond these tensors and what it had given out when the counter was made."""
         return {
-            "kept by libraries and objects": given_out - tensor_bytes,
-            "freed, and kept by the C library": heap.fordblks,
+            "kept by libraries and objects": _given_out() - self._zero_at_start - tensor_bytes,
+            "freed, and kept by the C library": _asks()[0]().fordblks,
         }
 
 

@@ -6,7 +6,7 @@ Private names of Lightning were checked on 2.5.0 to 2.6.6.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +17,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils._pytree import tree_leaves
 
 from lightning_memguard.core.capture.capture import isolated
-from lightning_memguard.core.capture.holders import LEAD_EVERYWHERE, unregistered_tensors, users_classes
+from lightning_memguard.core.capture.holders import LEAD_EVERYWHERE, tensors_of, users_classes
 from lightning_memguard.core.capture.recorder import Recorder, part_bytes
 from lightning_memguard.core.simulation.constants import suppose
 from lightning_memguard.core.simulation.fake import real_copy
@@ -131,9 +131,12 @@ def validates_mid_step(facts: RunFacts, batches_a_step: int) -> bool:
     return batches_a_step > 1 and not (isinstance(every, float) and every == 1.0)
 
 
-def saved_parts(facts: RunFacts, module: nn.Module) -> tuple[str, ...]:
-    """Name the parts of a training that the checkpoints of a fit hold on this rank; empty if none are saved."""
-    saving, own = _saving(facts), hooks_that_save(facts, module)
+def saved_parts(facts: RunFacts, own: Mapping[str, bool]) -> tuple[str, ...]:
+    """Name the parts of a training that the checkpoints of a fit hold on this rank; empty if none are saved.
+
+    ``own`` are the user's `hooks_that_save`.
+    """
+    saving = _saving(facts)
     if facts.stage != "fit" or facts.is_rehearsal or facts.global_rank or not (saving or own):
         return ()
     weights = "parameters", "buffers"
@@ -169,7 +172,7 @@ def unsaved_bytes(module: nn.Module, device_type: str) -> tuple[int, int]:
     The first are of tensors that it does not register, or that are not persistent; below 0 if it saves more than it
     holds. What the user's own code decides (an override of ``state_dict``, a hook) is asked in a child. 0 if it raises.
     """
-    held = [*module.parameters(), *module.buffers(), *unregistered_tensors(module)]
+    held = tensors_of(module)
     held += [each for each in tree_leaves(dict(getattr(module, "hparams", {}))) if isinstance(each, torch.Tensor)]
 
     def saved() -> tuple[int, int]:

@@ -36,6 +36,7 @@ from lightning_memguard.core.capture.recorder import Recorder, gradients_of, ref
 from lightning_memguard.core.foreign import patched
 from lightning_memguard.core.gpus import Gpu
 from lightning_memguard.core.trace.kept import RETURNED, Kept, places
+from lightning_memguard.core.trace.trace import WORTH_A_NOTE
 from lightning_memguard.training.adapter import stand_ins
 from lightning_memguard.training.adapter.callbacks import Average, Pruner
 from lightning_memguard.training.adapter.epoch_end import COPIES, Lists, has_own, run_hook
@@ -45,7 +46,7 @@ from lightning_memguard.training.facts.ranks import attempt
 from lightning_memguard.training.facts.run_facts import LIMIT_NAMES, ROLES, Role, Stage
 from lightning_memguard.training.strategies import ddp, deepspeed
 from lightning_memguard.training.strategies.sharded import Layout
-from lightning_memguard.units import MIB, format_bytes
+from lightning_memguard.units import format_bytes
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningDataModule, LightningModule, Trainer
@@ -61,7 +62,6 @@ else:
 STEPS = 2  # each optimizer's first step makes its state, and its second runs with it
 _PRUNINGS = 2  # of an epoch each: the second finds the masks of the first
 _MOST_BATCHES = 16  # optimizers stepped by hand may step rarely
-_WORTH_A_NOTE = MIB
 # What a step without a backward pass leaves behind is known after the second: the third runs next to all of it.
 _EVALUATED = 3
 _STAGES = {"validate": "validation", "test": "test", "predict": "predict"}
@@ -424,11 +424,11 @@ class PhaseMarkerMixin:
         hooks = [each for each in (pl_module, *self.users_callbacks) if has_own(each, "on_train_epoch_end")]
         if hooks:  # which may join what the epoch has left
             self.recorder.expect(COPIES * more, "activations", at_most=True)
-        if hooks and more >= _WORTH_A_NOTE:
+        if hooks and more >= WORTH_A_NOTE:
             name = f"{type(hooks[0]).__name__}.on_train_epoch_end"
             self.recorder.assumptions[f"at most, {name} copies what an epoch leaves, {COPIES} times"] = None
         self.samples = samples
-        if more >= _WORTH_A_NOTE:
+        if more >= WORTH_A_NOTE:
             self.recorder.assumptions[f"{each}; what an epoch leaves is included"] = None
 
     @property

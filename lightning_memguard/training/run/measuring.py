@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from lightning_memguard.core.batch.nesting import batch_bytes
-from lightning_memguard.core.capture.holders import unregistered_tensors
+from lightning_memguard.core.capture.holders import tensors_of
 from lightning_memguard.core.capture.recorder import gradients_of, part_bytes, states_of
 from lightning_memguard.core.decision.record import AFTER_EPOCH, AFTER_VALIDATION, TRAINING, VALIDATION, Measured
 from lightning_memguard.core.device.children import ChildrenMeter
@@ -65,15 +65,16 @@ class Measuring:
 
     def _held(self) -> int:
         """Bytes of the module; in a fit, also of the optimizers' states and of gradients that a fit before has left."""
-        module = self._module
-        held = [*module.parameters(), *module.buffers(), *unregistered_tensors(module), *self._states()]
-        if self._trainer.state.fn == "fit":
-            held += gradients_of(self._trainer.optimizers, module)
+        held = tensors_of(self._module)
+        if self._is_fit:
+            optimizers = self._trainer.optimizers
+            held += [*states_of(optimizers), *gradients_of(optimizers, self._module)]
         return part_bytes({"held": held}, self._device.type)["held"]
 
-    def _states(self) -> list[torch.Tensor]:
-        """The optimizers' states; none of theirs belong to a run that evaluates after a fit, which finds them there."""
-        return states_of(self._trainer.optimizers) if self._trainer.state.fn == "fit" else []
+    @property
+    def _is_fit(self) -> bool:
+        """Whether states and gradients are this run's: one that evaluates after a fit finds those of the fit."""
+        return bool(self._trainer.state.fn == "fit")
 
     def at_batch(self, batch: object, batch_idx: int, *, trains: bool, last: bool, largest: bool) -> None:
         """Look at the clock, and at the workers: their shared memory, and their pages after 2, 4, 8, ... batches.
@@ -175,7 +176,7 @@ class Measuring:
 
     def peak_by_part(self) -> Measured:
         """The peak since the last `restart`, with what can be read of its parts."""
-        module, states = self._module, self._states()
+        module, states = self._module, states_of(self._trainer.optimizers) if self._is_fit else []
         parts = {"parameters": module.parameters(), "buffers": module.buffers(), "optimizer_state": states}
         nbytes = part_bytes(parts, self._device.type)
         return self._with_children(self._meter.read({**nbytes, "gradients": max(self._gradient_bytes, default=0)}))

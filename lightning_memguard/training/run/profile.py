@@ -18,7 +18,7 @@ from lightning_memguard.core.batch.batches import Batches
 from lightning_memguard.core.batch.nesting import is_dense, tensors_in
 from lightning_memguard.core.capture.capture import Captures
 from lightning_memguard.core.capture.curve import Curve, Terms
-from lightning_memguard.core.capture.holders import unregistered_tensors
+from lightning_memguard.core.capture.holders import tensors_of
 from lightning_memguard.core.capture.predict import Prediction, Surveyor, predict_largest
 from lightning_memguard.core.capture.recorder import part_bytes
 from lightning_memguard.core.decision.decision import Budget, HostUse, LimitedBy, Request, decide, largest_that
@@ -34,7 +34,7 @@ from lightning_memguard.core.simulation.fake import storage_address
 from lightning_memguard.core.simulation.fake_cuda import gpu_of
 from lightning_memguard.core.trace.growth import grow
 from lightning_memguard.core.trace.kept import Kept, fit_kept
-from lightning_memguard.core.trace.trace import OPTIONAL_PARTS, Trace
+from lightning_memguard.core.trace.trace import OPTIONAL_PARTS, WORTH_A_NOTE, Trace
 from lightning_memguard.training.adapter import callbacks
 from lightning_memguard.training.adapter.program import LightningProgram
 from lightning_memguard.training.data.loaders import LoaderInfo, epoch_size_for, find, largest_for, limit_of, loaders_at
@@ -47,7 +47,7 @@ from lightning_memguard.training.facts.run_facts import RunFacts
 from lightning_memguard.training.offload.predicted import offloaded
 from lightning_memguard.training.run.guard_settings import GuardSettings
 from lightning_memguard.training.strategies.sharded import Layout
-from lightning_memguard.units import MIB, format_bytes
+from lightning_memguard.units import format_bytes
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer
@@ -263,7 +263,7 @@ class RunProfile:
             notes = (note, *most.notes, *validation.footprint.notes)
             most = replace(validation.footprint, batch_size=batch_size, notes=notes)
         most = self.with_extra(most.plus_outside(objects) if objects else most)
-        if objects > _WORTH_A_NOTE * most.peak_device_bytes and objects >= MIB:
+        if objects >= WORTH_A_NOTE and objects > _WORTH_A_NOTE * most.peak_device_bytes:
             note = f"at most, {format_bytes(objects)} are objects of the samples, which are collated in this process"
             most = replace(most, notes=(*most.notes, note))
         return replace(most, notes=tuple(dict.fromkeys((*most.notes, *self.notes))))
@@ -622,9 +622,9 @@ def profile_of(reading: Reading, captures: Captures) -> RunProfile:
     on_cpu = trace is not None and plain and run.facts.device.type == "cpu" and run.program.trains
     between = tuple(_alive_between_steps(trace, gradients=True)) if on_cpu and trace else ()
     module = run.program.module
-    saved = callbacks.saved_parts(run.facts, module)
+    savers = callbacks.hooks_that_save(run.facts, module)
+    saved = callbacks.saved_parts(run.facts, savers)
     unsaved, made = callbacks.unsaved_bytes(module, "cpu") if saved and not run.program.layout else (0, 0)
-    savers = ", ".join(callbacks.hooks_that_save(run.facts, module)) if saved else ""
     return RunProfile(
         run,
         prediction,
@@ -641,7 +641,9 @@ def profile_of(reading: Reading, captures: Captures) -> RunProfile:
         saved_parts=saved,
         unsaved_bytes=unsaved,
         made_to_save_bytes=made,
-        notes_on_saving=(f"{savers} saves a checkpoint, whose buffer in memory is included",) if savers else (),
+        notes_on_saving=(
+            (f"{', '.join(savers)} saves a checkpoint, whose buffer in memory is included",) if saved and savers else ()
+        ),
         host=reading.host,
         shared=reading.shared,
         notes=(*reading.notes, *notes),
@@ -674,8 +676,7 @@ def _checkpoint_bytes(run: Run, training: Curve, saved: Sequence[str], unsaved: 
     if not saved or trace is None or (layout and layout.saves_shards):
         return 0, 0
     model = run.program.module
-    own_tensors = [*model.parameters(), *model.buffers(), *unregistered_tensors(model)]
-    weights = max(0, part_bytes({"model": own_tensors}, "cpu")["model"] - unsaved)
+    weights = max(0, part_bytes({"model": tensors_of(model)}, "cpu")["model"] - unsaved)
     step = training.footprint_at(trace.batch_size)
     own = max(1, step.parts["parameters"] + step.parts["buffers"])
     state = sum(nbytes for part, nbytes in _alive_between_steps(trace, gradients=False) if part in saved)
@@ -696,8 +697,8 @@ def _why_one_size(prediction: Curve, *, asked: bool) -> str:
 
 def _budget(module: LightningModule, facts: RunFacts, settings: GuardSettings) -> tuple[Budget, int]:
     """Read the budget, and this training's bytes that are there already: these are predicted, so they count as free."""
-    unregistered = unregistered_tensors(module) if facts.device.type == "cpu" else ()
-    own = [*module.parameters(), *module.buffers(), *unregistered]
+    on_cpu = facts.device.type == "cpu"
+    own = tensors_of(module) if on_cpu else [*module.parameters(), *module.buffers()]
     held = part_bytes({"model": own}, facts.device.type)["model"]
     held += callbacks.held_bytes(facts.callbacks, module, facts.device, averaging=True)
     margin, given = settings.margin, settings.budget_bytes

@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader
 
 from lightning_memguard import DoesNotFitError, MemGuard
 from lightning_memguard.units import MIB
+from tests.training.quiet import quiet_trainer
 
 
 class Collects(pl.LightningModule):
@@ -89,16 +90,7 @@ class Joins(pl.Callback):
 
 def fit(module: pl.LightningModule, folder, guard: MemGuard, *callbacks: pl.Callback) -> MemGuard:
     data = DataLoader(torch.rand(1024, 32), 64)
-    pl.Trainer(
-        max_epochs=1,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=folder,
-        callbacks=[guard, *callbacks],
-    ).fit(module, data, data)
+    quiet_trainer(guard, *callbacks, default_root_dir=folder).fit(module, data, data)
     return guard
 
 

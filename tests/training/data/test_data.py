@@ -6,6 +6,7 @@ import importlib
 import math
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -31,6 +32,7 @@ from lightning_memguard import MemGuard
 from lightning_memguard.training.data import loaders as loaders_of_run
 from lightning_memguard.training.facts.run_facts import read_run_facts
 from tests.training.data.test_loaders import Planned
+from tests.training.quiet import quiet_trainer
 
 pytestmark = [
     pytest.mark.usefixtures("here"),
@@ -100,17 +102,7 @@ def flat(batch: Any) -> Iterator[torch.Tensor]:
             yield from flat(value)
 
 
-def trainer_of(*callbacks: Any, package: str = "pytorch_lightning", **settings: Any) -> Any:
-    quiet: dict[str, Any] = {
-        "accelerator": "cpu",
-        "max_epochs": 1,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "num_sanity_val_steps": 0,
-    }
-    return importlib.import_module(package).Trainer(**{**quiet, **settings}, callbacks=list(callbacks))
+trainer_of = partial(quiet_trainer, num_sanity_val_steps=0)
 
 
 def fitted(data: Any, size: int | None = None, *, package: str = "pytorch_lightning", **settings: Any) -> Any:

@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_memguard import DoesNotFitError, MemGuard
+from tests.training.quiet import quiet_trainer
 
 DATA = torch.rand(2048, 64)
 
@@ -79,16 +80,7 @@ class Predicts(pl.LightningModule):
 
 
 def trainer(folder, guard: MemGuard) -> pl.Trainer:
-    return pl.Trainer(
-        max_epochs=1,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=folder,
-        callbacks=[guard],
-    )
+    return quiet_trainer(guard, default_root_dir=folder)
 
 
 def line_of(cls: type, text: str) -> int:

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_memguard import MemGuard
 from lightning_memguard.core.device import tensor_counter
 from lightning_memguard.units import KIB, MIB
+from tests.training.quiet import quiet_trainer
 
 pytestmark = pytest.mark.skipif(not tensor_counter.is_available(), reason="needs glibc's mallinfo2")
 
@@ -37,16 +38,8 @@ def fit(
     module: pl.LightningModule, folder, *callbacks: pl.Callback, epochs: int = 3, train=None, **settings
 ) -> MemGuard:
     guard = MemGuard("check", **settings)
-    pl.Trainer(
-        max_epochs=epochs,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=folder,
-        callbacks=[guard, *callbacks],
-    ).fit(module, train or loader(), loader())
+    trainer = quiet_trainer(guard, *callbacks, max_epochs=epochs, default_root_dir=folder)
+    trainer.fit(module, train or loader(), loader())
     return guard
 
 
@@ -55,15 +48,7 @@ def test_optimizer_states_that_a_fit_has_left_are_no_part_of_the_test_after_it(t
         test_step = Net.validation_step
 
     module, guard = Tested(width=1024), MemGuard()
-    trainer = pl.Trainer(
-        max_epochs=1,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        default_root_dir=tmp_path,
-        callbacks=[guard],
-    )
+    trainer = quiet_trainer(guard, default_root_dir=tmp_path)
     trainer.fit(module, loader())
     trainer.test(module, loader(), verbose=False)
     record = guard.evaluations["test"]
@@ -83,9 +68,8 @@ def test_tensors_of_a_small_run_are_measured_to_the_byte_and_compared(tmp_path, 
         logged = record.as_metrics()
         low, high = logged["memguard/predicted_low_gib"], logged["memguard/predicted_high_gib"]
         assert 0.97 * low <= logged["memguard/actual_peak_gib"] <= high
-    said = caplog.text
-    assert "(tensors; the process took " in said
-    assert "too small to compare" not in said
+    assert "(tensors; the process took " in caplog.text
+    assert "too small to compare" not in caplog.text
 
 
 class KeepsReference(Net):

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 from lightning_memguard import MemGuard
 from lightning_memguard.core.device import tensor_counter
 from lightning_memguard.units import MIB
+from tests.training.quiet import quiet_trainer
 
 pytestmark = pytest.mark.skipif(not tensor_counter.is_available(), reason="needs glibc's mallinfo2")
 
@@ -58,16 +59,8 @@ class TooLarge(Net):
 def warned(module: pl.LightningModule, folder) -> str:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        pl.Trainer(
-            max_epochs=2,
-            accelerator="cpu",
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            default_root_dir=folder,
-            callbacks=[MemGuard("check", budget="30MiB")],
-        ).fit(module, DataLoader(torch.rand(1024, 64), 64))
+        trainer = quiet_trainer(MemGuard("check", budget="30MiB"), max_epochs=2, default_root_dir=folder)
+        trainer.fit(module, DataLoader(torch.rand(1024, 64), 64))
     return " ".join(str(each.message) for each in caught if "has taken" in str(each.message))
 
 

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 
 from lightning_memguard import MemGuard
 from lightning_memguard.units import MIB
+from tests.training.quiet import quiet_trainer
 
 
 class Net(pl.LightningModule):
@@ -70,16 +71,9 @@ class NeverSaves(pl.Callback):
 
 def fit(module: pl.LightningModule, folder, *callbacks: pl.Callback) -> MemGuard:
     guard = MemGuard("check")
-    pl.Trainer(
-        max_epochs=1,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=any(isinstance(each, ModelCheckpoint) for each in callbacks),
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=folder,
-        callbacks=[guard, *callbacks],
-    ).fit(module, DataLoader(torch.rand(16, 1024), 8))
+    saves = any(isinstance(each, ModelCheckpoint) for each in callbacks)
+    trainer = quiet_trainer(guard, *callbacks, enable_checkpointing=saves, default_root_dir=folder)
+    trainer.fit(module, DataLoader(torch.rand(16, 1024), 8))
     return guard
 
 
