@@ -438,7 +438,7 @@ def test_120_steps_grow_nothing():
         file._space.freed.append((file._space.take(1), 1))
         sizes.append(resident())
         ends.add(file._space.end)
-    assert sizes[-1] - sizes[20] < 4 << 20
+    assert sizes[-1] - sizes[20] < 16 << 20  # a leaked activation a step would be 50 MiB
     assert max(ends) <= 40 << 20
 
 

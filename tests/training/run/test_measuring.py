@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+
 import pytest
 import pytorch_lightning as pl
 import torch
@@ -63,7 +67,6 @@ def test_tensors_of_a_small_run_are_measured_to_the_byte_and_compared(tmp_path, 
     for record in guard.records:
         assert abs(record.measured.peak_bytes - record.predicted.peak_device_bytes) < 4 * KIB
         assert record.predicted.peak_device_bytes < 200 * KIB
-        assert record.measured.process_bytes > record.measured.peak_bytes
         assert record.has_error
         logged = record.as_metrics()
         low, high = logged["memguard/predicted_low_gib"], logged["memguard/predicted_high_gib"]
@@ -135,21 +138,30 @@ def test_a_profiler_in_the_step_is_not_disturbed(tmp_path):
     assert guard.records
 
 
-@pytest.mark.parametrize("own", [False, True])
-def test_collating_many_small_samples_is_within_the_range(tmp_path, own):
-    """Each sample is two tensors: some 600 bytes an object, and the data is 84."""
+class Own(torch.utils.data.Dataset):
+    def __len__(self):
+        return 20_000
 
-    class Own(torch.utils.data.Dataset):
-        def __len__(self):
-            return 20_000
+    def __getitem__(self, index):
+        return torch.full((20,), float(index)), torch.tensor([float(index)])
 
-        def __getitem__(self, index):
-            return torch.full((20,), float(index)), torch.tensor([float(index)])
 
-    data = Own() if own else TensorDataset(torch.randn(20_000, 20), torch.randn(20_000, 1))
-    guard = fit(Net(), tmp_path, epochs=2, train=DataLoader(data, 10_000), budget="100MiB")
-    found, process = guard.decision.footprint, max(record.measured.process_bytes for record in guard.records)
-    assert process > 1.3 * found.peak_device_bytes
-    assert guard.records[-1].error_ratio == pytest.approx(0, abs=0.05)
-    assert process < found.most_device_bytes
-    assert any("objects of the samples" in note for note in guard.decision.notes)
+def collated(folder: str) -> list[tuple[int, int, int]]:
+    """Bytes of a process, predicted and at most, and what it took, of two trainings whose samples are collated."""
+    found = []
+    for data in (TensorDataset(torch.randn(20_000, 20), torch.randn(20_000, 1)), Own()):
+        guard = fit(Net(), folder, epochs=2, train=DataLoader(data, 10_000), budget="100MiB")
+        assert guard.records[-1].error_ratio == pytest.approx(0, abs=0.05)
+        assert any("objects of the samples" in note for note in guard.decision.notes)
+        footprint, process = guard.decision.footprint, max(each.measured.process_bytes for each in guard.records)
+        found.append((footprint.peak_device_bytes, footprint.most_device_bytes, process))
+    return found
+
+
+def test_collating_many_small_samples_is_within_the_range(tmp_path):
+    """Each sample is two tensors: some 600 bytes an object, and the data is 84. In a process that nobody has used."""
+    code = f"import json; from {__name__} import collated; print(json.dumps(collated({str(tmp_path)!r})))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=600)
+    assert done.returncode == 0, done.stderr
+    for likely, most, process in json.loads(done.stdout.splitlines()[-1]):
+        assert 1.3 * likely < process < most
