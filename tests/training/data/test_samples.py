@@ -151,7 +151,12 @@ def spread(model: nn.Module, items: list[torch.Tensor]) -> torch.Tensor:
     return model(torch.cat(items).float()[:, None]).std()
 
 
-@pytest.mark.parametrize("step", [by_sample, one_value_a_sample, spread])
+LONG = pytest.mark.long  # as the second
+
+
+@pytest.mark.parametrize(
+    "step", [pytest.param(by_sample, marks=LONG), one_value_a_sample, pytest.param(spread, marks=LONG)]
+)
 def test_uneven_samples_keep_their_growth_and_begin_at_the_least_size_that_runs(step: Any) -> None:
     torch.manual_seed(0)
     loader = DataLoader(of_lengths(*range(10, 60)), batch_size=4, shuffle=True, collate_fn=lambda items: items)
