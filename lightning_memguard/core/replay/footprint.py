@@ -60,6 +60,7 @@ DoubtKind = Literal[
     "unchecked",
     "one draw",
     "later epochs",
+    "other work",
     "workers",
     "measurements",
 ]
@@ -73,8 +74,9 @@ class Doubt:
     order the driver gives them to segments. ``cache``: what the allocator caches.
     ``values``: the batches drawn differ. ``epochs``: their largest batches do. ``draws``: the step draws sizes.
     ``least results``: how large results are. ``unchecked``: no capture has shown how the step grows to this size.
-    ``one draw``: no capture had other values. ``later epochs``: more of the model may be trained. ``workers``: what
-    their processes take. ``measurements``: what runs like it have taken.
+    ``one draw``: no capture had other values. ``later epochs``: more of the model may be trained. ``other work``:
+    validation, or training, may have the peak instead. ``workers``: what their processes take. ``measurements``: what
+    runs like it have taken.
     """
 
     kind: DoubtKind
@@ -210,6 +212,12 @@ class Footprint(Shown):
         """The footprint if its peak may also be one of these. Every range is made of such doubts."""
         notes = (*self.notes, note) if note else self.notes
         return replace(self, doubts=(*self.doubts, Doubt(kind, peaks)), notes=notes)
+
+    def or_at_most(self, other: Footprint, note: str) -> Footprint:
+        """The footprint if other work of the run, whose likely peak is lower, may take more than this one at most."""
+        most = max(self.most_device_bytes, other.most_device_bytes)
+        found = self.doubted("other work", self.peak, other.highest, note=note)
+        return replace(found, yielding_bytes=found.highest.device_bytes - most)
 
     def plus(self, nbytes: int, part: str) -> Footprint:
         """The footprint with a block that is always allocated."""

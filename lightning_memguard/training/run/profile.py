@@ -247,8 +247,14 @@ class RunProfile:
         return trace.plus(self.extra)
 
     def _larger_validation(self, batch_size: int) -> ValidationRun | None:
+        """Validation, if its likely peak is larger than the step's; its most, if one of the two is not known."""
         step, validation = self.prediction.footprint_at(batch_size), self.validation
-        return validation if validation and validation.footprint.most_device_bytes > step.most_device_bytes else None
+        if validation is None:
+            return None
+        ranks = [(each.peak_device_bytes, each.most_device_bytes) for each in (validation.footprint, step)]
+        if step.is_partial or validation.footprint.is_partial:
+            ranks = [rank[::-1] for rank in ranks]
+        return validation if ranks[0] > ranks[1] else None
 
     def footprint_at(self, batch_size: int) -> Footprint:
         """The memory of the run at a batch size: of its training step, or of validation if that takes more."""
@@ -261,7 +267,9 @@ class RunProfile:
         if validation is not None:
             note = f"the peak is in validation, at its batch size of {validation.batch_size}"
             notes = (note, *most.notes, *validation.footprint.notes)
-            most = replace(validation.footprint, batch_size=batch_size, notes=notes)
+            most = _joined(replace(validation.footprint, batch_size=batch_size, notes=notes), most, "a training step")
+        elif self.validation is not None:
+            most = _joined(most, self.validation.footprint, "validation")
         most = self.with_extra(most.plus_outside(objects) if objects else most)
         if objects >= WORTH_A_NOTE and objects > _WORTH_A_NOTE * most.peak_device_bytes:
             note = f"at most, {format_bytes(objects)} are objects of the samples, which are collated in this process"
@@ -719,6 +727,13 @@ def _validation(run: Run, training: Curve) -> ValidationRun:
     size, prediction = predict_largest(evaluation.program, evaluation.batch_size, terms, scalable=False)
     unit, is_fixed = (info.unit, bool(info.fixed_because)) if info else (1, True)
     return ValidationRun(_next_to(training, run, prediction), size, unit, is_fixed)
+
+
+def _joined(larger: Footprint, other: Footprint, name: str) -> Footprint:
+    """The footprint of which more is likely, up to the most of the other."""
+    if other.is_partial or other.most_device_bytes <= larger.most_device_bytes:
+        return larger
+    return larger.or_at_most(other, f"at most, {name} takes {format_bytes(other.most_device_bytes)}")
 
 
 def _next_to(training: Curve, run: Run, validation: Curve) -> Curve:

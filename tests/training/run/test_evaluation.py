@@ -509,3 +509,24 @@ def test_a_training_whose_sizes_depend_on_values_has_its_validation_predicted(tr
     footprint = guard.decision.footprint
     assert footprint.method in ("worst-case", "sampled")
     assert not any("not predicted" in note or "could not run" in note for note in footprint.notes)
+
+
+# -- which of the two has the peak
+
+
+def test_validation_that_may_take_more_hides_no_step_that_likely_does(
+    evaluated: Any, wide_data: Any, as_measured: Any
+) -> None:
+    """A hook that asks for a value may copy the 2.5 MiB that the epoch left, and does not."""
+
+    class Asks(evaluated):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.outputs.append(self.net[:2](batch[0]).repeat(1, 5))
+
+        def on_validation_epoch_end(self) -> None:
+            if self.outputs[0].sum().item() >= 0:
+                self.outputs.clear()
+
+    found = as_measured(fit(lambda: Asks(adam=True), wide_data, wide_data, 64)).footprint
+    assert not found.is_evaluation
+    assert found.most_device_bytes >= 3 * WEIGHTS + 2 * 5 * 256 * OUTPUT > found.peak_device_bytes
