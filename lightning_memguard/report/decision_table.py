@@ -228,9 +228,10 @@ def warning_of(decision: Decision) -> str:
     if decision.verdict == "does not fit":
         others = "bf16-mixed precision or activation checkpointing"
         remedy = f" Lower {size_of(footprint)}, or use {others}." if footprint.batch else ""
-        if footprint.parts.get("checkpoint", 0) > footprint.parts["parameters"] + footprint.parts["buffers"]:
-            less = format_bytes(footprint.parts["optimizer_state"])
-            remedy = f" ModelCheckpoint(save_weights_only=True) needs {less} less."
+        saved, states = footprint.parts.get("checkpoint", 0), footprint.parts["optimizer_state"]
+        if saved > footprint.parts["parameters"] + footprint.parts["buffers"]:
+            less = format_bytes(states)
+            remedy = f" ModelCheckpoint(save_weights_only=True) needs {less} less." if states else ""
         return (
             f"{decision.reason} The run is predicted to need {peak_range(footprint)}; {budget.device} offers "
             f"{format_bytes(budget.usable_bytes)} after the margin ({budget.source}).{remedy}"

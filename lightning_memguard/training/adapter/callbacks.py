@@ -21,9 +21,11 @@ from lightning_memguard.core.capture.holders import LEAD_EVERYWHERE, tensors_of,
 from lightning_memguard.core.capture.recorder import Recorder, part_bytes
 from lightning_memguard.core.simulation.constants import suppose
 from lightning_memguard.core.simulation.fake import real_copy
+from lightning_memguard.core.trace.trace import WORTH_A_NOTE
 from lightning_memguard.training.facts.lightning_types import is_a
 from lightning_memguard.training.facts.ranks import attempt
 from lightning_memguard.training.facts.run_facts import RunFacts
+from lightning_memguard.units import format_bytes
 
 if TYPE_CHECKING:
     from pytorch_lightning import Callback
@@ -166,14 +168,16 @@ def hooks_that_save(facts: RunFacts, module: nn.Module) -> dict[str, bool]:
     return found
 
 
-def unsaved_bytes(module: nn.Module, device_type: str) -> tuple[int, int]:
+def unsaved_bytes(module: nn.Module, device_type: str, datamodule: object = None) -> tuple[int, int]:
     """Bytes of a module that are not in its checkpoint, and bytes that a hook makes for it alone.
 
     The first are of tensors that it does not register, or that are not persistent; below 0 if it saves more than it
-    holds. What the user's own code decides (an override of ``state_dict``, a hook) is asked in a child. 0 if it raises.
+    holds, as hyperparameters of its datamodule. What the user's own code decides (an override of ``state_dict``, a
+    hook) is asked in a child. 0 if it raises.
     """
     held = tensors_of(module)
     held += [each for each in tree_leaves(dict(getattr(module, "hparams", {}))) if isinstance(each, torch.Tensor)]
+    data = [*_tensors(getattr(datamodule, "hparams", None), _DEPTH, set())]
 
     def saved() -> tuple[int, int]:
         content: dict[str, Any] = {"state_dict": module.state_dict(), "hparams": dict(getattr(module, "hparams", {}))}
@@ -182,8 +186,8 @@ def unsaved_bytes(module: nn.Module, device_type: str) -> tuple[int, int]:
         found += [
             each for leaf in found if isinstance(leaf, nn.Module) for each in (*leaf.parameters(), *leaf.buffers())
         ]
-        tensors = [each for each in found if isinstance(each, torch.Tensor)]
-        own, both = (part_bytes({"": each}, device_type)[""] for each in (held, [*held, *tensors]))
+        tensors = [*data, *(each for each in found if isinstance(each, torch.Tensor))]
+        own, both = (part_bytes({"": [*held, *data, *more]}, device_type)[""] for more in ((), tensors))
         return part_bytes({"": tensors}, device_type)[""], both - own
 
     classes = {cls for each in module.modules() for cls in users_classes(type(each))}
@@ -191,6 +195,25 @@ def unsaved_bytes(module: nn.Module, device_type: str) -> tuple[int, int]:
     is_plain &= not any(each._state_dict_hooks or each._state_dict_pre_hooks for each in module.modules())
     found = attempt(saved if is_plain else lambda: isolated(saved)).value
     return (part_bytes({"": held}, device_type)[""] - found[0], found[1]) if found else (0, 0)
+
+
+def notes_on_hyperparameters(*owners: object) -> tuple[str, ...]:
+    """Name the hyperparameters that hold tensors worth a note: each checkpoint of a fit holds them, too."""
+    notes = []
+    for owner in owners:
+        hparams = getattr(owner, "hparams", None)
+        nbytes = _tensor_bytes(hparams)
+        if isinstance(hparams, dict) and nbytes >= WORTH_A_NOTE:
+            name = max(hparams, key=lambda each: _tensor_bytes(hparams[each]))
+            notes.append(
+                f"each checkpoint holds {format_bytes(nbytes)} of hyperparameters of {type(owner).__name__}: "
+                f'`self.save_hyperparameters(ignore=["{name}"])` leaves out the most'
+            )
+    return tuple(notes)
+
+
+def _tensor_bytes(thing: object) -> int:
+    return part_bytes({"": [*_tensors(thing, _DEPTH, set())]}, "cpu")[""]
 
 
 _DECIDES = ("state_dict", "on_save_checkpoint", "get_extra_state", "_save_to_state_dict")
@@ -271,6 +294,13 @@ def may_unfreeze(callbacks: Iterable[object], module: nn.Module, max_epochs: int
     hooks = (getattr(type(owner), hook, None) for owner in (module, *callbacks) for hook in _LATER_HOOKS)
     names = (name for hook in hooks for name in _names_in(hook))
     return is_frozen and any(name in _UNFREEZES or name.startswith("unfreeze") for name in names)
+
+
+def notes_on_profiler(profiler: object) -> tuple[str, ...]:
+    """Say that a profiler of the Trainer takes memory of its own."""
+    if not is_a(profiler, "PyTorchProfiler"):
+        return ()
+    return ("what PyTorchProfiler records is not included: without a schedule, each operator of the run",)
 
 
 def _names_in(function: object) -> tuple[str, ...]:

@@ -626,13 +626,17 @@ def profile_of(reading: Reading, captures: Captures) -> RunProfile:
         notes = (f"the memory of validation's activations is unknown: {why}",)
     hooks = ", ".join(callbacks.hooks_that_compute(run.facts.callbacks))
     notes += (f"memory that callbacks take as they run is measured, not predicted: {hooks}",) if hooks else ()
+    notes += callbacks.notes_on_profiler(getattr(run.program.trainer, "profiler", None))
     trace, plain = next(iter(prediction.surveyed.values()), None), not (run.program.layout or prediction.kinds)
     on_cpu = trace is not None and plain and run.facts.device.type == "cpu" and run.program.trains
     between = tuple(_alive_between_steps(trace, gradients=True)) if on_cpu and trace else ()
     module = run.program.module
     savers = callbacks.hooks_that_save(run.facts, module)
     saved = callbacks.saved_parts(run.facts, savers)
-    unsaved, made = callbacks.unsaved_bytes(module, "cpu") if saved and not run.program.layout else (0, 0)
+    unsaved, made = (0, 0)
+    datamodule = getattr(run.program.trainer, "datamodule", None)
+    if saved and not run.program.layout:
+        unsaved, made = callbacks.unsaved_bytes(module, "cpu", datamodule)
     return RunProfile(
         run,
         prediction,
@@ -650,8 +654,11 @@ def profile_of(reading: Reading, captures: Captures) -> RunProfile:
         unsaved_bytes=unsaved,
         made_to_save_bytes=made,
         notes_on_saving=(
-            (f"{', '.join(savers)} saves a checkpoint, whose buffer in memory is included",) if saved and savers else ()
-        ),
+            *((f"{', '.join(savers)} saves a checkpoint, whose buffer in memory is included",) if savers else ()),
+            *callbacks.notes_on_hyperparameters(module, datamodule),
+        )
+        if saved
+        else (),
         host=reading.host,
         shared=reading.shared,
         notes=(*reading.notes, *notes),

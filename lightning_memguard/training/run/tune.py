@@ -222,7 +222,10 @@ def _naming_what_is_left(error: DoesNotFitError, profile: RunProfile) -> DoesNot
 
 
 def _what_is_left(profile: RunProfile, size: int, needed_bytes: int) -> str:
-    """Say what batches leave behind in an epoch, and what keeps less, if that is most of so many bytes; or empty."""
+    """Say what batches leave behind in an epoch, and what keeps less; or empty, if that matters little.
+
+    It matters if it is most of so many bytes, or if what is needed would fit without it.
+    """
     facts, validation, of_epoch = profile.facts, profile.run.validation_info, dict[Kept, int]()
     for each in profile.kept:
         info, batch = profile.loader_info, size
@@ -231,7 +234,10 @@ def _what_is_left(profile: RunProfile, size: int, needed_bytes: int) -> str:
         of_epoch[each] = each.bytes_at(batch) * (batches_taken(facts, info, batch) or 0)
     most = max(of_epoch, key=of_epoch.__getitem__, default=None)
     copied = profile.validation is not None and profile.validation.footprint.module.endswith("_epoch_end")
-    if most is None or (_COPIED_TIMES if copied else 2) * of_epoch[most] < needed_bytes:
+    if most is None:
+        return ""
+    rest, usable = needed_bytes - of_epoch[most], profile.budget.usable_bytes
+    if (_COPIED_TIMES if copied else 2) * of_epoch[most] < needed_bytes and not rest <= usable < needed_bytes:
         return ""
     return left_words(most, format_bytes(of_epoch[most]))
 

@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.profilers import PyTorchProfiler, SimpleProfiler
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memguard import MemGuard
 from lightning_memguard.core.decision.decision import Decision
-from lightning_memguard.training.adapter.callbacks import averages, hooks_that_compute
+from lightning_memguard.training.adapter.callbacks import averages, hooks_that_compute, notes_on_profiler
 
 pytestmark = pytest.mark.usefixtures("here")
 
@@ -264,3 +265,8 @@ def test_lightnings_own_callbacks_are_predicted_or_take_nothing() -> None:
     text = (Path(__file__).parents[3] / "docs" / "coverage.md").read_text()
     missing = [name for name in pl.callbacks.__all__ if f"`{name}`" not in text]
     assert not missing
+
+
+def test_a_profiler_that_keeps_operators_is_named_once_it_is_there():
+    assert notes_on_profiler(SimpleProfiler()) == notes_on_profiler(None) == ()
+    assert "PyTorchProfiler" in notes_on_profiler(PyTorchProfiler())[0]

@@ -61,6 +61,9 @@ class Appends(pl.LightningModule):
 class Collects(Appends):
     """Trains nothing: its step keeps what it computed and returns None, and the epoch's end joins it."""
 
+    def configure_optimizers(self):
+        return None
+
     def training_step(self, batch, _):
         with torch.no_grad():
             self.seen.append(self.net(batch))
@@ -102,6 +105,20 @@ def test_a_refusal_names_the_attribute_its_line_and_the_remedy_first(tmp_path, k
     assert remedy in first
 
 
+def test_a_refusal_names_what_is_less_than_half_if_the_rest_would_fit(tmp_path):
+    class WithHead(Appends):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = torch.nn.Linear(4096, 4096)  # as large as what an epoch of 256 samples leaves, three times
+
+        def training_step(self, batch, _):
+            return super().training_step(batch, _) + self.head.weight.sum()
+
+    with pytest.raises(DoesNotFitError) as caught:
+        trainer(tmp_path, MemGuard(budget="144MiB")).fit(WithHead(), DataLoader(DATA[:1024], 64))
+    assert str(caught.value).startswith("What each training batch leaves in `self.seen`"), caught.value
+
+
 @pytest.mark.parametrize("by_hand", [False, True])
 def test_what_a_step_that_returns_none_keeps_of_an_epoch_is_predicted(tmp_path, by_hand):
     guard, module = MemGuard("check", budget="1GiB"), Collects()
@@ -111,6 +128,7 @@ def test_what_a_step_that_returns_none_keeps_of_an_epoch_is_predicted(tmp_path, 
     assert kept < guard.decision.footprint.peak_allocated_bytes < 1.2 * kept
     assert guard.decision.footprint.high.allocated_bytes > 2 * kept, "once more while it is joined"
     assert any("Collects.on_train_epoch_end copies what an epoch leaves" in note for note in guard.decision.notes)
+    assert "what Collects.on_train_epoch_end computes from what an epoch leaves is not included" in guard.decision.notes
 
 
 def test_predictions_that_do_not_fit_are_named_with_the_argument_that_keeps_none(tmp_path):

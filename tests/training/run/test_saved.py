@@ -95,3 +95,26 @@ def test_a_callback_that_saves_is_counted_and_named(tmp_path, monkeypatch):
 def test_a_method_that_no_hook_reaches_saves_nothing(tmp_path):
     footprint = fit(Net(), tmp_path, NeverSaves()).decision.footprint
     assert "checkpoint" not in footprint.parts
+
+
+class Data(pl.LightningDataModule):
+    """8 MiB of samples, which `save_hyperparameters` puts into each checkpoint."""
+
+    def __init__(self, samples: torch.Tensor) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+    def train_dataloader(self):
+        return DataLoader(self.hparams.samples, 8)
+
+
+def test_data_among_the_hyperparameters_of_a_datamodule_is_in_each_checkpoint(tmp_path):
+    guard = MemGuard("check")
+    trainer = quiet_trainer(
+        guard, ModelCheckpoint(tmp_path), enable_checkpointing=True, default_root_dir=tmp_path, limit_train_batches=2
+    )
+    trainer.fit(Net(), datamodule=Data(torch.rand(2048, 1024)))
+    (file,) = tmp_path.glob("*.ckpt")
+    assert file.stat().st_size == pytest.approx(12 * MIB, rel=0.01)
+    assert guard.decision.footprint.parts["checkpoint"] == 12 * MIB
+    assert any('`self.save_hyperparameters(ignore=["samples"])`' in note for note in guard.decision.notes)
