@@ -21,6 +21,8 @@ from torch.overrides import TorchFunctionMode
 from lightning_memguard.core import torch_port as port
 from lightning_memguard.core.foreign import patched
 
+pytestmark = pytest.mark.contract
+
 aten = torch.ops.aten
 WITH_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 KEEPS_INPUTS = pytest.mark.skipif(not hasattr(torch.utils.checkpoint, "_make_saved_tensor"), reason="since torch 2.13")

@@ -39,6 +39,8 @@ from lightning_memguard.core.simulation.backward import graph_task, walking
 from lightning_memguard.core.trace.trace import Trace
 from lightning_memguard.training.adapter.program import LightningProgram
 
+pytestmark = pytest.mark.exact
+
 Scenario = Callable[[], Any]
 
 # The zoo, event by event
