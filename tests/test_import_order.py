@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1] / "lightning_memguard"
 # nor Lightning. report/ comes before training/ because the callback prints its table; a report knows no trainer.
 ROOMS = {
     "": ["_version", "errors", "units"],
-    "core": ["__init__", "foreign", "shown", "range"],
+    "core": ["__init__", "foreign", "torch_port", "shown", "range"],
     "core/trace": ["__init__", "scratch", "kept", "work", "trace", "growth", "lengths", "packed"],
     "core/replay": [
         "__init__",
@@ -209,6 +209,7 @@ ROOMS = {
     "__main__": [],
 }
 NOT_STD = {
+    "core/torch_port.py",
     "core/batch/nesting.py",
     "core/batch/batches.py",
     "core/simulation/repeated.py",

@@ -1,20 +1,23 @@
-"""Other people's private names: those of torch and Lightning that this package reads or patches, in ``foreign.ini``.
+"""Other people's private names, and what MemGuard says where one has moved.
 
-Any release may move one. The engine is imported when a run is set up, and what fails says so in the table's words
+Torch's are read by functions with a meaning, in `torch_port`; Lightning's, and those that one file follows, are in
+``foreign.ini``. The engine is imported when a run is set up, and what fails says so in the words of either
 (`reason_of`); what every run needs is looked up once (`gaps`), and operators that this torch lacks are left out of our
-rules (`aten`). Naughty, but in one place: `tests/core/test_foreign.py` fails if a name moves, trains without each in
-turn, and finds names that are not listed.
+rules (`aten`). `tests/core/test_foreign.py` trains without each in turn, and finds names that are read elsewhere.
 """
 
 from __future__ import annotations
 
 import configparser
 import contextlib
+import dis
 import functools
 import importlib
+import inspect
 import re
 import sys
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
@@ -24,7 +27,7 @@ from lightning_memguard.errors import CannotTraceError
 
 @dataclass(frozen=True)
 class Need:
-    """Private names that serve one purpose: a section of ``foreign.ini``.
+    """Private names that serve one purpose: a section of ``foreign.ini``, or a function of `torch_port`.
 
     Attributes:
         purpose: completes "which MemGuard needs to".
@@ -50,6 +53,41 @@ def table() -> tuple[Need, ...]:
     sections.read_string(files("lightning_memguard.core").joinpath("foreign.ini").read_text(encoding="utf-8"))
     rows = ((purpose, sections[purpose]) for purpose in sections.sections())
     return tuple(Need(purpose, row["part"], tuple(_paths(row["names"])), row["without"]) for purpose, row in rows)
+
+
+def port_table() -> Iterator[Need]:
+    """Yield what each function of `torch_port` is for, with the names that its code spells out."""
+    port = importlib.import_module(_PORT)
+    for function in (each for each in vars(port).values() if getattr(each, "__module__", "") == _PORT):
+        for part in port.PARTS.get(function.__name__, ("every run",)):
+            yield Need(
+                _purpose_of(function), part, tuple(_names_in(function)), _WITHOUT.get(part, "such runs are not tuned")
+            )
+
+
+_PORT = "lightning_memguard.core.torch_port"
+_WITHOUT = {
+    "every run": "some steps are run on a copy instead of simulated, or not predicted",
+    "offload": "saved activations stay on the device",
+}
+
+
+def _purpose_of(function: object) -> str:
+    first = re.split(r"[.;]\s", f"{inspect.getdoc(function)}\n")[0]
+    return first[:1].lower() + first[1:].strip(" .")
+
+
+def _names_in(function: Callable[..., object]) -> Iterator[str]:
+    path = ""
+    for step in dis.get_instructions(inspect.unwrap(function)):
+        if path and step.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            path += f".{step.argval}"
+            continue
+        if path:
+            yield path
+        is_torch = step.opname == "LOAD_GLOBAL" and step.argval == "torch"
+        is_written = step.opname == "LOAD_CONST" and re.fullmatch(r"torch(\.\w+)+", str(step.argval))
+        path = str(step.argval) if is_torch or is_written else ""
 
 
 def _paths(names: str) -> Iterator[str]:
@@ -177,7 +215,12 @@ def reason_of(error: BaseException, text: str = "") -> str:
 
 
 def missing_in(error: BaseException) -> str:
-    """Say which name of the table an error is about, and what it is for; empty if it is about another."""
+    """Say which private name an error is about, and what it is for; empty if it is about another."""
+    function = _failed_in_port(error)
+    if function:
+        purpose = "predict" if function == "<module>" else _purpose_of(vars(sys.modules[_PORT])[function])
+        place = f"torch_port.{function}: {type(error).__name__}: {error}"
+        return f"{_version_of('torch')} does not let MemGuard {purpose} ({place})"
     if isinstance(error, (AttributeError, ImportError)):
         words, owner = set(re.findall(r"\w+", str(error))), getattr(error, "obj", None)
         home = str(getattr(owner, "__module__", None) or getattr(owner, "__name__", "")).partition(".")[0]
@@ -190,8 +233,18 @@ def missing_in(error: BaseException) -> str:
     return ""
 
 
+def _failed_in_port(error: BaseException) -> str:
+    """Name the function of `torch_port` in which an error arose, or in what of torch it called; empty for others."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    while frames and str(frames[-1].f_globals.get("__name__", "")).partition(".")[0] == "torch":
+        frames.pop()
+    is_ports = bool(frames) and frames[-1].f_globals.get("__name__") == _PORT
+    return frames[-1].f_code.co_name if is_ports else ""
+
+
 def _rows(*parts: str) -> Iterator[tuple[Need, str]]:
-    return ((need, path) for need in table() if not parts or need.part in parts for path in need.paths)
+    needs = (*table(), *(port_table() if _PORT in sys.modules else ()))
+    return ((need, path) for need in needs if not parts or need.part in parts for path in need.paths)
 
 
 def _version_of(path: str) -> str:

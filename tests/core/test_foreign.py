@@ -23,15 +23,17 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.data import DataLoader
 
-from lightning_memguard.core import foreign
-from lightning_memguard.core.foreign import NEWEST_TESTED, Absent, find, gaps, reason_of, table, untested
+from lightning_memguard.core import foreign, torch_port
+from lightning_memguard.core.foreign import NEWEST_TESTED, Absent, find, gaps, port_table, reason_of, table, untested
 from lightning_memguard.errors import CannotTraceError
 from lightning_memguard.training.run import callback
 
 PROGRAM = Path(__file__).with_name("without_a_name.py")
 PACKAGE = Path(foreign.__file__).parents[1]
 PATHS = [path for need in table() for path in need.paths]
-OF_TORCH = [path for path in PATHS if path.startswith("torch.")]
+OF_PORT = [path for need in port_table() for path in need.paths]
+OF_TORCH = [path for path in (*PATHS, *OF_PORT) if path.startswith("torch.")]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(PACKAGE.parent), "OMP_NUM_THREADS": "1"}
 FORKS = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
 
 
@@ -121,7 +123,8 @@ IF_THERE = {
 
 def private_names() -> Iterator[tuple[str, str]]:
     """Private names that are read of something which is none of ours, with the place."""
-    trees = {file: ast.parse(file.read_text()) for file in sorted(PACKAGE.rglob("*.py"))}
+    files = [file for file in sorted(PACKAGE.rglob("*.py")) if file.name != "torch_port.py"]
+    trees = {file: ast.parse(file.read_text()) for file in files}
     nodes = {file: list(ast.walk(tree)) for file, tree in trees.items()}
     own = {name for each in nodes.values() for node in each for name in defined(node)}
     for file, each in nodes.items():
@@ -206,8 +209,8 @@ def test_an_absent_name_is_a_key_that_nothing_is_equal_to() -> None:
 def test_a_gap_names_the_version_the_purpose_and_what_is_not_done(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch.library, "_impls")
     assert gaps("every run") == (
-        f"torch {torch.__version__} does not have torch.library._impls, which MemGuard needs to see each operator of a "
-        "step: some steps are run on a copy instead of simulated, or not predicted"
+        f"torch {torch.__version__} does not have torch.library._impls, which MemGuard needs to find the Python "
+        "function that is an operator's kernel: some steps are run on a copy instead of simulated, or not predicted"
     )
     monkeypatch.delattr(torch._C, "_parse_dispatch_key")
     assert gaps("every run").endswith("or not predicted (and 1 more)")
@@ -216,7 +219,7 @@ def test_a_gap_names_the_version_the_purpose_and_what_is_not_done(monkeypatch: p
 def test_an_error_is_explained_if_a_name_of_the_table_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert reason_of(error_of(lambda: SimpleNamespace()._impls)).startswith("AttributeError: 'types.SimpleNamespace'")
     monkeypatch.delattr(torch.library, "_impls")
-    needed = f"torch {torch.__version__} does not have torch.library._impls, which MemGuard needs to see each operator"
+    needed = f"torch {torch.__version__} does not have torch.library._impls, which MemGuard needs to find the Python"
     assert reason_of(error_of(lambda: torch.library._impls)).startswith(needed)
     assert reason_of(ValueError("torch.library._impls")) == "ValueError: torch.library._impls"
     trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
@@ -238,14 +241,9 @@ def error_of(read: Any) -> BaseException:
 # By what becomes of a run that needs the name; `without_a_name.py` says how it is made to. `make long` takes each name.
 SAMPLE = {
     "torch._subclasses.fake_tensor.FakeTensor": "stepped aside",
-    "torch.utils._pytree.tree_map": "stepped aside",
-    "torch._C._FunctionBase": "kept",
-    "torch._C._dispatch_has_kernel_for_dispatch_key": "tuned with less",
-    "torch.optim._adafactor": "tuned with less",
     "torch.ops.aten._fused_adagrad_": "tuned with less",
     "torch._VF.lstm": "tuned with less",
     "torch._C._ensureCUDADeviceGuardSet": "estimated with less",
-    "torch.utils._mode_utils.no_dispatch": "refused",  # by `estimate`, which cannot be loaded
     "torch.distributed.fsdp._runtime_utils._post_backward_hook": "refused",
 }
 
@@ -255,7 +253,9 @@ def test_a_run_goes_on_without_a_name_and_says_so() -> None:
     found = outcomes(*SAMPLE)
     assert {path: outcome for path, (outcome, _) in found.items()} == SAMPLE
     for path, (_, words) in found.items():
-        assert re.search(rf"torch \S+ does not have {re.escape(path)}, which MemGuard needs to \w+", words)
+        needs = rf"does not have {re.escape(path)}, which MemGuard needs to \w+"
+        fails = rf"does not let MemGuard \w+.* \(torch_port\.\S+ .*\b{last(path)}\b"
+        assert re.search(rf"torch \S+ ({needs}|{fails})", words)
 
 
 @pytest.mark.long
@@ -263,11 +263,29 @@ def test_a_run_goes_on_without_a_name_and_says_so() -> None:
 @pytest.mark.parametrize("part", ["every run", "operators", "compile", "cuda", "strategies"])
 def test_no_name_of_torch_stops_a_run(part: str) -> None:
     """Types of C++ keep their attributes, so a few cannot be removed. Others are not needed by a run this small."""
-    found = outcomes(*(path for need in table() if need.part == part for path in need.paths if path in OF_TORCH))
+    needs = [need for need in (*table(), *port_table()) if need.part == part]
+    found = outcomes(*dict.fromkeys(path for need in needs for path in need.paths if path in OF_TORCH))
     assert not {path: words for path, (outcome, words) in found.items() if outcome in ("raised", "another peak")}
     silent = {path: outcome for path, (outcome, words) in found.items() if last(path) not in words}
     assert {*silent.values()} <= {"cannot be removed", "tuned"}
     assert {path for path, outcome in silent.items() if outcome == "tuned"} <= NOT_NEEDED
+
+
+# Of the first, what a run that offloads asks outside and inside of a step; the others stop a way to capture one.
+RAISING = ["saved_hooks", "forbidding_of_saved_hooks", "version_of", "sequence_number", "storage_id", "schema_of"]
+FUNCTIONS = [name for name, each in vars(torch_port).items() if getattr(each, "__module__", "") == torch_port.__name__]
+
+
+@FORKS
+@pytest.mark.parametrize("names", [RAISING, pytest.param(FUNCTIONS, marks=pytest.mark.long, id="all")])
+def test_a_run_trains_as_without_us_if_a_function_of_the_port_raises(names: list[str]) -> None:
+    lines = [json.loads(line) for line in output_of(PROGRAM, "--port", *names, env=ENVIRONMENT).splitlines()]
+    assert not {name: words for name, outcome, words, *_ in lines if outcome == "raised"}
+    weights = {name: found for name, _, _, found in lines}
+    assert not [name for name in names if weights[name] != weights[""]]
+    silent = {name for name, outcome, words, _ in lines[1:] if f"torch_port.{name}" not in words}
+    assert {outcome for name, outcome, *_ in lines if name in silent} <= {"kept"}  # not needed by a run this small
+    assert len(silent) < 0.7 * len(names)
 
 
 NOT_NEEDED = {
@@ -283,8 +301,7 @@ def last(path: str) -> str:
 
 
 def outcomes(*paths: str) -> dict[str, tuple[str, str]]:
-    environment = {**os.environ, "PYTHONPATH": str(PACKAGE.parent), "OMP_NUM_THREADS": "1"}
-    lines = output_of(PROGRAM, *paths, env=environment).splitlines()
+    lines = output_of(PROGRAM, *paths, env=ENVIRONMENT).splitlines()
     return {path: (outcome, words) for path, outcome, words in map(json.loads, lines)}
 
 

@@ -1,6 +1,7 @@
 """Train without private names of torch, each in a child of its own: what becomes of the run, as lines of JSON.
 
     python without_a_name.py PATH ...    each a path of `lightning_memguard.core.foreign.table`; "" removes nothing
+    python without_a_name.py --port NAME ...    each a function of `lightning_memguard.core.torch_port`, which raises
 
 This process has torch and Lightning, never MemGuard; a child takes the name away, imports MemGuard and fits.
 """
@@ -8,6 +9,7 @@ This process has torch and Lightning, never MemGuard; a child takes the name awa
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import os
 import sys
@@ -54,8 +56,8 @@ class Hook(pl.Callback):
         self.call()
 
 
-def fit(*callbacks: pl.Callback, compiled: bool = False) -> list[str]:
-    module: Any = torch.compile(Small()) if compiled else Small()
+def fit(*callbacks: pl.Callback, compiled: bool = False, module: Any = None) -> list[str]:
+    module = module or (torch.compile(Small()) if compiled else Small())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         quiet = dict.fromkeys(QUIET, False)
@@ -102,6 +104,25 @@ def take_away(path: str):
     return put_back
 
 
+def outcome_of_port(name: str) -> tuple[str, str, list[float]]:
+    """What becomes of a run in which one function of the port raises; and its weights."""
+    from lightning_memguard import MemGuard
+    from lightning_memguard.core import torch_port
+
+    if name:
+        function: Any = inspect.unwrap(vars(torch_port)[name])
+        function.__code__ = moved.__code__.replace(co_name=name)
+    torch.manual_seed(0)
+    module, offload = Small(), "always" if "offload" in torch_port.PARTS.get(name, ()) else "if_needed"
+    guard = MemGuard(budget="1GiB", min_steps_per_epoch=None, offload=offload)
+    said = fit(*[guard] if name else [], module=module)
+    return (*told(guard, said, f"torch_port.{name}"), module.layer.weight.flatten().tolist())
+
+
+def moved(*_: object, **__: object) -> None:
+    raise AttributeError("it has moved")
+
+
 def outcome_of(path: str) -> tuple[str, str]:
     """The outcome of a run without a name, and the first sentence that names it."""
     if not path:
@@ -125,13 +146,18 @@ def fitted(path: str, before: Sequence[Hook] = (), after: Sequence[Hook] = ()) -
     from lightning_memguard import MemGuard
 
     guard = MemGuard(batch_size="largest", budget="1GiB", max_batch_size=16, min_steps_per_epoch=None)
-    said = fit(*before, guard, *after, compiled=path.startswith(COMPILED))
+    return told(guard, fit(*before, guard, *after, compiled=path.startswith(COMPILED)), path)
+
+
+def told(guard: Any, said: list[str], path: str) -> tuple[str, str]:
     decision = guard.decision
+    if decision is None:
+        return "unguarded", "; ".join(said)
     texts = [*said, decision.reason, *(decision.footprint.notes if decision.footprint else ())]
-    told = [text for text in texts if path and path.rpartition(".")[2] in text]
-    if decision.outcome == "tuned" and told:
-        return "tuned with less", told[0]
-    return decision.outcome, (told or ["; ".join(texts)])[0]
+    words = [text for text in texts if path and path.rpartition(".")[2] in text]
+    if decision.outcome == "tuned" and words:
+        return "tuned with less", words[0]
+    return decision.outcome, (words or ["; ".join(texts)])[0]
 
 
 def estimated(path: str, device: str, strategy: str, put_back: Callable[[], None]) -> tuple[str, str]:
@@ -170,6 +196,12 @@ COMPILED = ("torch._inductor", "torch._functorch.config", "torch._C._dynamo", "t
 
 
 def main(paths: list[str]) -> None:
+    outcome = outcome_of
+    if paths[0] == "--port":
+        callback = importlib.import_module("lightning_memguard.training.run.callback")
+        importlib.import_module(callback._ENGINE)  # once for all
+        outcome: Any = outcome_of_port
+        paths = ["", *paths[1:]]  # first without MemGuard
     for path in paths:
         ends, begins = os.pipe()
         child = os.fork()
@@ -178,7 +210,7 @@ def main(paths: list[str]) -> None:
             os.dup2(null, 1)
             os.dup2(null, 2)
             try:
-                result = outcome_of(path)
+                result = outcome(path)
             except BaseException:  # noqa: BLE001 - the test says what was raised
                 result = ("raised", traceback.format_exc())
             with os.fdopen(begins, "w") as file:

@@ -19,9 +19,9 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.nn.utils.rnn import PackedSequence
 
+from lightning_memguard.core import torch_port as port
 from lightning_memguard.core.batch.nesting import (
     LISTS,
     batch_size_of,
@@ -33,6 +33,7 @@ from lightning_memguard.core.batch.nesting import (
     rows_of,
     tensors_in,
 )
+from lightning_memguard.core.torch_port import unset_fake_temporarily
 from lightning_memguard.errors import CannotTraceError
 
 Build = Callable[[tuple[int, ...], torch.Tensor], torch.Tensor]
@@ -555,7 +556,7 @@ def _holds_batch(tree: object, size: int) -> bool:
 
 
 def _storage_of(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)  # unlike `data_ptr`, fake storages have one too
+    return port.storage_id(tensor.untyped_storage())
 
 
 def _device_of(tensor: torch.Tensor) -> torch.device:

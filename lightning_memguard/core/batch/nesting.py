@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.nn.utils.rnn import PackedSequence
 
+from lightning_memguard.core.torch_port import FakeTensor, unset_fake_temporarily
 from lightning_memguard.core.trace.trace import Shapes
 from lightning_memguard.errors import CannotTraceError
 

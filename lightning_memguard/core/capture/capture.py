@@ -17,7 +17,6 @@ from time import monotonic, process_time
 from typing import Any, TypeVar, cast
 
 import torch
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from typing_extensions import Self, override
 
 from lightning_memguard.core.batch.batches import Epoch
@@ -31,6 +30,7 @@ from lightning_memguard.core.isolation.pool import Children, in_child, tell
 from lightning_memguard.core.kernels import onednn
 from lightning_memguard.core.simulation.fake import ValueNeededError, isolated_rng, run_on_one_thread, seed_all
 from lightning_memguard.core.simulation.fake_cuda import leave_driver_alone
+from lightning_memguard.core.torch_port import DataDependentOutputException, DynamicOutputShapeException
 from lightning_memguard.core.trace.trace import Answers, Method, Note, Shares, Trace
 from lightning_memguard.errors import CannotTraceError, MemGuardError
 

@@ -20,14 +20,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 
+from lightning_memguard.core import torch_port as port
 from lightning_memguard.core.capture.holders import users_classes
 from lightning_memguard.core.foreign import LIBRARIES
 from lightning_memguard.core.replay.replay import replay
 from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.core.simulation.constants import KnownFakeMode, known_value
+from lightning_memguard.core.torch_port import FakeTensor
 from lightning_memguard.core.trace.trace import Trace
 
 _FURTHER_STEPS = 5  # the counters pass the place in them, whether they begin at 0 or 1 and are read before or after
@@ -261,7 +262,7 @@ def _owners(roots: Iterable[object]) -> Iterator[MutableMapping[Any, Any]]:
         seen.add(id(each))
         owners = [vars(each)] if hasattr(each, "__dict__") else []
         if isinstance(each, nn.Module):
-            owners.append(each._buffers)
+            owners.append(port.buffers_of(each))
             queue.extend(each.children())
         if isinstance(each, Optimizer):
             owners += [*each.param_groups, *(state for state in each.state.values() if isinstance(state, dict))]

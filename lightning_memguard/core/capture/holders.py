@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+from lightning_memguard.core import torch_port as port
 from lightning_memguard.core.batch.nesting import is_dense
 from lightning_memguard.core.foreign import LIBRARIES
 
@@ -69,8 +70,8 @@ def holdings(roots: Mapping[str, object]) -> Iterator[Holding]:
         holder, thing, weight, in_graph = queue.popleft()
         if isinstance(thing, Tensor) and thing.layout is torch.strided and not thing.is_nested:
             storage = thing.untyped_storage()
-            if storage._cdata not in seen:
-                seen[storage._cdata] = storage
+            if port.storage_id(storage) not in seen:
+                seen[port.storage_id(storage)] = storage
                 yield Holding(holder, thing, weight * storage.nbytes(), in_graph)
         if id(thing) in seen or isinstance(thing, _PLAIN):
             continue
@@ -98,7 +99,7 @@ def _is_node(thing: object) -> bool:
 def _in(holder: Holder, thing: Any) -> Iterator[tuple[Holder, object]]:
     """Yield the objects that an object holds, each with the name it is known by."""
     if isinstance(thing, Tensor):
-        yield from ((holder, each) for each in (thing.grad_fn, thing._base))
+        yield from ((holder, each) for each in (thing.grad_fn, port.base_of(thing)))
     elif isinstance(thing, np.ndarray):
         yield holder, thing.base
     elif _is_node(thing):

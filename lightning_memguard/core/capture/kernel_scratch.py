@@ -14,15 +14,12 @@ import signal
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._mode_utils import no_dispatch
-from torch.utils._pytree import tree_leaves, tree_map_only
 
+from lightning_memguard.core import torch_port as port
 from lightning_memguard.core.capture.storages import Storages, plain_tensors
 from lightning_memguard.core.foreign import aten as _aten
 from lightning_memguard.core.isolation.pool import in_child
@@ -31,6 +28,7 @@ from lightning_memguard.core.kernels.arguments import Call
 from lightning_memguard.core.simulation import mkldnn_lstm, sdpa
 from lightning_memguard.core.simulation.backward import graph_task
 from lightning_memguard.core.simulation.fake import by_name, training_threads
+from lightning_memguard.core.torch_port import FakeTensor, OpOverload, no_dispatch, tree_leaves, tree_map_only
 from lightning_memguard.core.trace.scratch import NONE, CpuTarget, CudaTarget, Scratch
 from lightning_memguard.core.trace.trace import Kernel, ScratchSpan, moments_of, scratch_events
 
@@ -255,17 +253,12 @@ def _asked(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 
 def _measured(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
     """Run an operator under torch's profiler, which sees each block."""
-    profiler, autograd = torch._C._profiler, cast("Any", torch._C._autograd)
-    options = False, True, False, False, False, profiler._ExperimentalConfig()  # with memory
-    with no_dispatch(), torch._C._AutoDispatchBelowAutograd():
+    with no_dispatch(), port.below_autograd():
         args, kwargs = tree_map_only(
             Tensor, lambda x: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype).zero_(), (args, kwargs)
         )
-        autograd._enable_profiler_legacy(profiler.ProfilerConfig(profiler.ProfilerState.CPU, *options))
+        port.count_blocks()
         results = func(*args, **kwargs)
-        threads = autograd._disable_profiler_legacy(autograd._ProfilerDisableOptions(True, True))
+        blocks = port.counted_blocks()
         del results
-    blocks: list[int] = [
-        event.cpu_memory_usage() for events in threads for event in events if event.kind() == "memory_alloc"
-    ]
     return max(0, *accumulate(blocks)) - sum(blocks)

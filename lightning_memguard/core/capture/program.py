@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 from typing_extensions import Self, override
 
@@ -27,6 +26,7 @@ from lightning_memguard.core.simulation.constants import KnownFakeMode
 from lightning_memguard.core.simulation.fake import fake_copy, faking, isolated_rng, pyro_params_of, real_copy
 from lightning_memguard.core.simulation.fake_cuda import FAKE_DEVICE, FakeCudaMode, simulated_cuda
 from lightning_memguard.core.simulation.one_rank import one_rank_of
+from lightning_memguard.core.torch_port import FakeTensorMode
 from lightning_memguard.core.trace.trace import Shapes
 from lightning_memguard.errors import CannotTraceError, MemGuardError
 from lightning_memguard.units import format_bytes

@@ -17,20 +17,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
-from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from lightning_memguard.core import torch_port as port
 from lightning_memguard.core.capture.counters import Counters, Due
 from lightning_memguard.core.capture.holders import unregistered_tensors
 from lightning_memguard.core.capture.kernel_scratch import KernelScratch, asked_bytes
 from lightning_memguard.core.capture.storages import Storages, line_that_checks, plain_tensors, written_path
 from lightning_memguard.core.capture.work import work_of
-from lightning_memguard.core.foreign import aten, find, patched
+from lightning_memguard.core.foreign import aten, patched
 from lightning_memguard.core.isolation.pool import beat
 from lightning_memguard.core.simulation import (
     compiled,
@@ -49,6 +45,15 @@ from lightning_memguard.core.simulation.compiled import NOTE, READS, Reads
 from lightning_memguard.core.simulation.constants import forget_written
 from lightning_memguard.core.simulation.fake import Function
 from lightning_memguard.core.simulation.value_sizes import ValueSizes, assumption
+from lightning_memguard.core.torch_port import (
+    DataDependentOutputException,
+    DisableTorchFunction,
+    DynamicOutputShapeException,
+    FakeTensor,
+    OpOverload,
+    TorchDispatchMode,
+    tree_leaves,
+)
 from lightning_memguard.core.trace.kept import Kept
 from lightning_memguard.core.trace.scratch import CudaTarget
 from lightning_memguard.core.trace.trace import Answers, Event, Method, Shares, Trace
@@ -56,8 +61,6 @@ from lightning_memguard.core.trace.work import COMMUNICATION, RANDOM, SPECIAL, T
 from lightning_memguard.errors import CannotTraceError, MemGuardError
 
 _device_of = torch.ops.prim.device.default
-_COMPOSED = torch._C.DispatchKey.CompositeImplicitAutograd
-_EXPLICIT = torch._C.DispatchKey.CompositeExplicitAutograd
 _ADD, _ADD_ = aten.add.Tensor, aten.add_.Tensor
 _DISTANCES = aten._euclidean_dist.default  # `cdist` by a product, of copies of both inputs
 
@@ -178,7 +181,7 @@ class Recorder(Storages, TorchDispatchMode):
             self._graph_task = task
         known = fake.known_result(func, args, kwargs)
         if known is not None:
-            with torch._C.DisableTorchFunction():
+            with DisableTorchFunction():
                 self._note_work(func, args, kwargs, known)
             return known
         args, written = masked(func, args), in_place(func)
@@ -195,7 +198,7 @@ class Recorder(Storages, TorchDispatchMode):
             out = self._result(func, args, kwargs)
         self._line = ""
         try:
-            with torch._C.DisableTorchFunction():
+            with DisableTorchFunction():
                 self._scratch.note(func, args, kwargs, out)
                 self._note_work(func, args, kwargs, out)
         finally:
@@ -214,7 +217,7 @@ class Recorder(Storages, TorchDispatchMode):
             out = ran[0] if ran else self._fake_result(func, args, kwargs)
             if out is None and not ran:
                 out = self.reads.given(func, self.line)
-            if out is None and not (ran and not func._schema.returns):
+            if out is None and not (ran and not port.schema_of(func).returns):
                 out = func(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
             if not self.worst_case:
@@ -231,7 +234,7 @@ class Recorder(Storages, TorchDispatchMode):
     def _inside_kernel(self) -> Iterator[None]:
         """Run a kernel in Python without autograd; autocast applies only if it has not cast the arguments."""
         below = patched(self, _below_autograd=True)
-        with torch.overrides.enable_reentrant_dispatch(), torch._C._AutoDispatchBelowAutograd(), below, self:
+        with torch.overrides.enable_reentrant_dispatch(), port.below_autograd(), below, self:
             yield
 
     def _taken_apart(self, func: OpOverload) -> Callable[..., object] | None:
@@ -243,10 +246,10 @@ class Recorder(Storages, TorchDispatchMode):
         if fast_path is not None:
             return self._inside_kernel()(fast_path)
         if func is _DISTANCES:
-            return self._as_called(view=True)(functools.partial(func._op_dk, _EXPLICIT))
-        if (self._below_autograd or torch.is_inference_mode_enabled()) and _is_composed(func, self.device_type):
-            returns_view = any(result.alias_info is not None for result in func._schema.returns)
-            return self._as_called(view=returns_view)(functools.partial(func._op_dk, _COMPOSED))
+            return self._as_called(view=True)(port.kernel_of_any_device(func))
+        if (self._below_autograd or torch.is_inference_mode_enabled()) and port.decomposes(func, self.device_type):
+            returns_view = any(result.alias_info is not None for result in port.schema_of(func).returns)
+            return self._as_called(view=returns_view)(port.decomposed(func))
         return None
 
     @contextmanager
@@ -259,7 +262,7 @@ class Recorder(Storages, TorchDispatchMode):
         """Run what an operator implemented in Python runs, to see what it allocates; None for others."""
         if not any(tensor.device.type == self.device_type for tensor in plain_tensors([args, *kwargs.values()])):
             return None
-        implementation = fake.python_implementation(func, self.device_type)
+        implementation = port.python_kernel(func, self.device_type)
         if self.device_type == "cuda" and quantized.depends_on_outliers(func, args, kwargs):
             implementation = quantized.quantize_rows
             self.assumptions[quantized.OUTLIERS] = None
@@ -378,23 +381,12 @@ _COMPILED_SHARDS = (
 )
 
 
-@functools.cache
-def _is_composed(func: OpOverload, device_type: str) -> bool:
-    """Whether an operator's kernel calls others, as ``conv2d`` calls ``convolution``. Checked on torch 2.11 to 2.13.
-
-    True for a kernel in C++, which is what really runs; ``func.decompose`` differs for some, such as ``gru``.
-    """
-    has_kernel, name = torch._C._dispatch_has_kernel_for_dispatch_key, func.name()
-    return has_kernel(name, _COMPOSED) and not has_kernel(name, device_type.upper())
-
-
 def call_with_overrides(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     """Call a function of torch, or ours in place of one that fake tensors or a simulated GPU do not support."""
     return (fake_cuda if fake_cuda.is_overridden(func, args) else fake).call(func, args, kwargs)
 
 
-_RNNS = tuple(find(f"torch._VF.{name}") for name in ("gru", "lstm", "rnn_tanh", "rnn_relu"))
-_WITH_LINEAR = frozenset((F.linear, F.multi_head_attention_forward, *_RNNS))
+_WITH_LINEAR = frozenset((F.linear, F.multi_head_attention_forward, *map(port.recurrent_function, port.RECURRENT)))
 _BATCHED = 3  # dimensions: a Linear adds its bias to rows within their product
 
 
@@ -410,7 +402,7 @@ class _ModulePaths(TorchFunctionMode):
     ) -> object:
         if type(func) is MethodWrapperType:  # reads or sets an attribute: frequent, and overridden by no one
             out = func(*args)
-        elif func in _WITH_LINEAR and forward_ad._current_level < 0:  # without tangents; checked on torch 2.13
+        elif func in _WITH_LINEAR and not port.has_tangents():
             # Maybe inside another; it adds its bias in place, except under a dispatch mode.
             with patched(self.recorder, in_linear=len(self.recorder._bytes)):
                 out = call_with_overrides(func, args, kwargs or {})
@@ -565,8 +557,8 @@ def part_bytes(parts: Mapping[str, Iterable[Tensor]], device_type: str) -> dict[
         for tensor in plain_tensors([each for each in tensors if not nn.parameter.is_lazy(each)]):
             if tensor.device.type == device_type and tensor.layout is torch.strided:
                 storage = tensor.untyped_storage()
-                if storage._cdata not in seen:
-                    seen.add(storage._cdata)
+                if port.storage_id(storage) not in seen:
+                    seen.add(port.storage_id(storage))
                     totals[part] += storage.nbytes()
     return totals
 

@@ -17,14 +17,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parameter import is_lazy
-from torch.utils._mode_utils import no_dispatch
 
+from lightning_memguard.core import torch_port as port
 from lightning_memguard.core.batch.nesting import batch_bytes, shapes_of, tensors_in
 from lightning_memguard.core.foreign import LIBRARIES, patched
 from lightning_memguard.core.kernels.arguments import operands
 from lightning_memguard.core.simulation import streams
+from lightning_memguard.core.torch_port import DisableTorchFunction, FakeTensor, no_dispatch
 from lightning_memguard.core.trace.trace import WAITS, Action, Event, Shapes
 from lightning_memguard.errors import CannotTraceError
 
@@ -74,7 +74,7 @@ class Storages:
             self._parts.setdefault(block, part)
 
     def _blocks_of(self, tensors: Iterable[object]) -> set[int]:
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             known = [tensor for tensor in tensors if not is_lazy(tensor)]  # type: ignore[arg-type]
             blocks = [self.watch(tensor, "") for tensor in plain_tensors(known)]
         return {block for block in blocks if block is not None}
@@ -95,7 +95,7 @@ class Storages:
         """Record a storage that was resized in place: how FSDP frees what it gathered, and allocates it again."""
         if not self._recording or storage.device.type not in (self.device_type, "meta"):
             return
-        address, nbytes = storage._cdata, storage.nbytes()
+        address, nbytes = port.storage_id(storage), storage.nbytes()
         block = self._live.get(address)
         if block is not None and nbytes != self._storage_bytes[block]:
             self._parts[block] = "gathered"
@@ -106,7 +106,7 @@ class Storages:
 
     def use(self, tensor: Tensor, user: int) -> None:
         """Note that a stream uses a tensor, unless its block is that stream's own."""
-        block = self._live.get(tensor.untyped_storage()._cdata)
+        block = self._live.get(port.storage_id(tensor.untyped_storage()))
         if block is not None and self._streams.get(block, 0) != user:
             self._users[block] = user
 
@@ -215,17 +215,17 @@ class Storages:
             kind = "a nested tensor" if tensor.is_nested else f"a tensor of layout {tensor.layout}"
             raise CannotTraceError(f"The step makes {kind}, whose bytes depend on values. Use dense tensors instead.")
         storage = tensor.untyped_storage()
-        nbytes, block = storage.nbytes(), self._live.get(storage._cdata)
+        nbytes, block = storage.nbytes(), self._live.get(port.storage_id(storage))
         if block is not None:
             if nbytes == self._storage_bytes[block]:
                 return block
-            self._forget(storage._cdata, block)  # resized in place: a new allocation behind the same object
+            self._forget(port.storage_id(storage), block)  # resized in place: a new allocation behind the same object
         if not nbytes:
             return None
         return self._hold(storage, self.take(nbytes + kept_bytes, operator), nbytes)
 
     def _hold(self, storage: torch.UntypedStorage, block: int, nbytes: int) -> int:
-        address = storage._cdata
+        address = port.storage_id(storage)
         self._storage_bytes[block], self._live[address] = nbytes, block
         self._references.append(weakref.ref(storage, functools.partial(self._forget, address, block)))
         return block
@@ -268,7 +268,7 @@ class Storages:
 
     def block_behind(self, tensor: Tensor) -> int:
         """The block behind a tensor that is recorded; else -1."""
-        return self._live.get(tensor.untyped_storage()._cdata, -1)
+        return self._live.get(port.storage_id(tensor.untyped_storage()), -1)
 
 
 def plain_tensors(out: object, *, inside: bool = True) -> Iterator[Tensor]:

@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.utils.flop_counter import flop_registry
 
+from lightning_memguard.core import torch_port as port
 from lightning_memguard.core.foreign import aten
 from lightning_memguard.core.kernels.arguments import operands
+from lightning_memguard.core.torch_port import OpOverload
 from lightning_memguard.core.trace.work import COMMUNICATION, CONVOLUTION, RANDOM, SPECIAL, Work
 
 _Shape = Sequence[int]
@@ -136,7 +137,7 @@ def work_of(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out
 @functools.cache
 def _slow_kind(func: OpOverload) -> str:
     """Whether elements take a CPU longer than their bytes do."""
-    name = func._schema.name.removeprefix("aten::").removesuffix("_backward").strip("_")
+    name = port.schema_of(func).name.removeprefix("aten::").removesuffix("_backward").strip("_")
     return RANDOM if name in _RANDOM else SPECIAL if name in _SPECIAL else ""
 
 
@@ -156,9 +157,9 @@ def _nbytes(tensor: Tensor) -> int:
 def _kind(func: OpOverload, given: Sequence[Tensor], *, tf32: bool) -> str:
     """The number format that a product computes in. Thin groups have no use for tensor cores."""
     kind = str(given[0].dtype).removeprefix("torch.")
-    if not func._schema.name.startswith("aten::convolution"):
+    if not port.schema_of(func).name.startswith("aten::convolution"):
         return kind
-    x, weight = given[1:3] if func._schema.name.endswith("backward") else given[:2]
+    x, weight = given[1:3] if port.schema_of(func).name.endswith("backward") else given[:2]
     if tf32 and kind == "float32":
         kind = "tf32"
     if weight.shape[1] < min(x.shape[1], _LEAST_CHANNELS):
@@ -169,12 +170,12 @@ def _kind(func: OpOverload, given: Sequence[Tensor], *, tf32: bool) -> str:
 @functools.cache
 def _moves(func: OpOverload) -> str:
     """How an operator moves bytes: not at all, or each operand once, or as one of the lists above."""
-    namespace, _, name = func._schema.name.partition("::")
+    namespace, _, name = port.schema_of(func).name.partition("::")
     if namespace in ("c10d", "_c10d_functional"):
         return COMMUNICATION if any(word in name for word in ("reduce", "gather", "all_to_all", "broadcast")) else ""
     if "empty" in name or name in ("_unsafe_view", "_reshape_alias", "lift_fresh", "detach"):
         return ""
-    if any(result.alias_info is not None and not result.alias_info.is_write for result in func._schema.returns):
+    if any(result.alias_info is not None and not result.alias_info.is_write for result in port.schema_of(func).returns):
         return ""
     if name in _GATHERS:
         return "gather"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from lightning_memguard.core import torch_port as port
 from lightning_memguard.core.device.host import MemoryInfo, or_none
 from lightning_memguard.core.device.nvml import nvml_memory_of, with_index
 from lightning_memguard.core.range import Range
@@ -38,9 +39,7 @@ def has_context(device: torch.device) -> bool:
     """Whether this process has a CUDA context on the device."""
     if not torch.cuda.is_initialized():
         return False
-    # Private in torch 2.9 to 2.13 (torch/csrc/cuda/Module.cpp); without it, a torch in use likely has its context.
-    ask = getattr(torch._C, "_cuda_hasPrimaryContext", None)
-    return ask is None or bool(ask(with_index(device).index))
+    return port.has_primary_context(with_index(device).index)
 
 
 def memory_before_context(device: torch.device) -> MemoryInfo | None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import torch
 
+from lightning_memguard.core import torch_port as port
 from lightning_memguard.core.decision.record import PROCESS, TENSORS, Measured
 from lightning_memguard.core.device.context import memory_before_context, outside_allocator_bytes
 from lightning_memguard.core.device.host import MemoryInfo, or_none, status_bytes
@@ -193,23 +194,22 @@ def held_now(device: torch.device) -> int:
 
 def allocated_now(device: torch.device) -> Mapping[str, int]:
     """Return the bytes that are allocated on a CUDA device, by the line that requested them, if that is recorded."""
-    if device.type != "cuda" or not torch._C._cuda_isHistoryEnabled():
+    if device.type != "cuda" or not port.is_recording():
         return {}
-    return allocated_by_line(torch.cuda.memory._snapshot(device), device.index or 0)
+    return allocated_by_line(port.allocator_state(device), device.index or 0)
 
 
 class ActualSnapshot:
     """Records what the caching allocator of a CUDA ``device`` does from now on, with the stack of each request.
 
-    A recording that is already running goes on undisturbed; then only the file is written. Private functions of
-    ``torch.cuda.memory``, checked on torch 2.11 to 2.15; `tests/core/device/test_meter.py` fails when they change.
+    A recording that is already running goes on undisturbed; then only the file is written.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._recorded_by_others = torch._C._cuda_isHistoryEnabled()
+        self._recorded_by_others = port.is_recording()
         if not self._recorded_by_others:
-            torch.cuda.memory._record_memory_history("all", stacks="python", device=device)
+            port.record_history(device)
 
     def save(self, path: Path) -> Path:
         """Write the recording to the file ``path``, and stop it."""
@@ -217,10 +217,10 @@ class ActualSnapshot:
             return save_snapshot_now(path)
         finally:
             if not self._recorded_by_others:
-                torch.cuda.memory._record_memory_history(None, device=self._device)
+                port.record_history(self._device, None)
 
 
 def save_snapshot_now(path: Path) -> Path:
     """Write what the caching allocator of CUDA holds to a file, and its history if that is being recorded."""
-    torch.cuda.memory._dump_snapshot(str(path))
+    port.write_allocator_state(str(path))
     return path

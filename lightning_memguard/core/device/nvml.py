@@ -40,7 +40,7 @@ def with_index(device: torch.device) -> torch.device:
     return torch.device(device.type, torch.get_device_module(device).current_device())
 
 
-def gpu_facts(index: int, properties: torch._C._CudaDeviceProperties, visible_devices: str | None) -> GpuFacts:
+def gpu_facts(index: int, properties: Any, visible_devices: str | None) -> GpuFacts:
     """Gather what identifies a GPU: its index and properties in torch, and ``CUDA_VISIBLE_DEVICES`` if it is set."""
     total, integrated = int(properties.total_memory), bool(getattr(properties, "is_integrated", False))
     entries = dict(enumerate(map(str.strip, (visible_devices or "").split(","))))

@@ -17,11 +17,10 @@ from collections.abc import Callable
 from itertools import accumulate
 from pathlib import Path
 from time import perf_counter
-from typing import Any, cast
 
 import torch
-from torch.autograd import profiler, profiler_legacy
 
+from lightning_memguard.core import torch_port as port
 from lightning_memguard.core.device.host import or_none
 from lightning_memguard.units import MIB
 
@@ -32,11 +31,6 @@ _WINDOWS_ALWAYS = 4
 
 _HEAP_NOISE_BYTES = MIB  # objects, texts and tables that come and go between windows
 _ERRORS_ONLY = 2  # of c10's log: it warns of a block that is freed and was allocated before the window
-_STARTS = (
-    (profiler, "_prepare_profiler"),
-    (profiler, "_enable_profiler"),
-    (profiler_legacy, "_enable_profiler_legacy"),
-)
 
 
 class TensorCounter:
@@ -92,7 +86,7 @@ class TensorCounter:
         self.close()
         few = self._opened[kind] < _WINDOWS_ALWAYS
         is_due = goes_on or few or self._seconds < SHARE_OF_TIME * (perf_counter() - self._started)
-        if self._works and is_due and not torch._C._autograd._profiler_enabled():
+        if self._works and is_due and not port.is_profiling():
             self._opened[kind] += not goes_on
             if known_bytes is not None:
                 more = _given_out() - self._zero - known_bytes()
@@ -104,7 +98,7 @@ class TensorCounter:
         self._log_level = _start()
         self._kind, self._thread = kind, threading.get_ident()
         _open_counters.append(self)
-        for module, name in _STARTS:
+        for module, name in port.profilers_begin_by():
             setattr(module, name, _close_first(getattr(module, name), self))
         return True
 
@@ -115,7 +109,7 @@ class TensorCounter:
         started, kind = perf_counter(), self._kind
         blocks, self._kind = _stop(self._log_level), None
         _open_counters.remove(self)
-        for module, name in _STARTS:
+        for module, name in port.profilers_begin_by():
             setattr(module, name, getattr(module, name).__wrapped__)
         peak = self._at_open + max(0, *accumulate(blocks), 0)
         self.peaks[kind] = max(peak, self.peaks[kind] if kind in self._fresh else 0)
@@ -155,7 +149,7 @@ def is_available() -> bool:
         grown, blocks = _given_out() - before, _stop(level)
         return MIB <= grown < 2 * MIB and block.nbytes in blocks
 
-    works = not torch._C._autograd._profiler_enabled() and bool(or_none(counts))
+    works = not port.is_profiling() and bool(or_none(counts))
     if works:
         os.register_at_fork(before=_before_fork)
     return works
@@ -188,21 +182,17 @@ def _given_out() -> int:
 
 def _start() -> int:
     """Start to collect; return the severity that c10 logged."""
-    of_torch, autograd, level = torch._C._profiler, cast("Any", torch._C._autograd), _asks()[1]
-    options = False, True, False, False, False, of_torch._ExperimentalConfig()  # with memory
+    level = _asks()[1]
     before, level.value = level.value, max(level.value, _ERRORS_ONLY)
-    autograd._enable_profiler_legacy(of_torch.ProfilerConfig(of_torch.ProfilerState.CPU, *options))
-    autograd._enable_record_function(False)
+    port.count_blocks(operators=False)
     return before
 
 
 def _stop(log_level: int) -> list[int]:
     """Return the bytes of each block that was allocated, and less than zero of each that was freed."""
-    autograd = cast("Any", torch._C._autograd)
-    autograd._enable_record_function(True)
-    threads = autograd._disable_profiler_legacy(autograd._ProfilerDisableOptions(True, True))
+    blocks = port.counted_blocks(operators=False)
     _asks()[1].value = log_level
-    return [event.cpu_memory_usage() for events in threads for event in events if event.kind() == "memory_alloc"]
+    return blocks
 
 
 def _close_first(start: Callable[..., object], counter: TensorCounter) -> Callable[..., object]:

@@ -9,7 +9,6 @@ Checked on torch 2.11 and 2.13. `walking` patches torch: no other thread may use
 
 from __future__ import annotations
 
-import functools
 import sys
 import weakref
 from collections import OrderedDict, defaultdict
@@ -20,15 +19,15 @@ from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
-from torch.autograd import Variable
 from torch.autograd.function import BackwardCFunction, FunctionCtx
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from lightning_memguard.core.foreign import added, aten, nothing, patched
+from lightning_memguard.core import torch_port as port
+from lightning_memguard.core.foreign import aten, nothing, patched
 from lightning_memguard.core.kernels.layout import is_non_overlapping_and_dense
 from lightning_memguard.core.simulation import plain
+from lightning_memguard.core.torch_port import OpOverload
 
 _LATEST = (1 << 64) - 1  # AccumulateGrad's sequence number: it runs before everything else
 
@@ -49,15 +48,12 @@ _Edge = tuple[_Node, int]  # a receiver of a gradient, and which of its inputs
 _Grads = list[Tensor | None]
 
 
-# Outside of a walk: the number of the engine's running backward pass, or -1.
-_engine_task = torch._C._current_graph_task_id
-
 _walks: list[int] = []  # the running walks, innermost last: a reentrant checkpoint starts one inside another
 
 
 def graph_task() -> int:
     """The number of the running backward pass, walked or run by the engine; -1 outside of one."""
-    return _walks[-1] if _walks else _engine_task()
+    return _walks[-1] if _walks else port.running_task()
 
 
 @contextmanager
@@ -72,12 +68,11 @@ def walking(enter: Callable[[dict[str, Any]], None] | None = None, *, as_plain: 
         as_plain: do what the engine and its formulas do on plain tensors: add a second gradient to the first in place,
             and what `lightning_memguard.core.simulation.plain` lists. False to do what they do on fake tensors.
     """
-    engine = _Walker(enter, as_plain=as_plain)
+    walker = _Walker(enter, as_plain=as_plain)
     with (
-        patched(Variable, _execution_engine=engine),
-        patched(torch._C, _current_graph_task_id=graph_task),
-        engine.hooks_seen(),
-        engine.saved.hooked(),
+        port.running_backward_by(walker, graph_task),
+        walker.hooks_seen(),
+        walker.saved.hooked(),
     ):
         yield
 
@@ -87,10 +82,10 @@ def walking(enter: Callable[[dict[str, Any]], None] | None = None, *, as_plain: 
 
 def hooks_of_saved_tensors() -> tuple[Callable[[Tensor], object], Callable[[Any], Any]] | None:
     """Return the hooks that are on in this thread, without those of a walk itself; None if there are none."""
-    top: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    top = port.saved_hooks()
     if top is not None and isinstance(top[0], _Hooks):
         return top[0].pack, top[0].unpack
-    return None if top is None or isinstance(getattr(top[0], "__self__", None), _SavedHandles) else cast(Any, top)
+    return None if top is None or isinstance(getattr(top[0], "__self__", None), _SavedHandles) else top
 
 
 class _Hooks:
@@ -143,8 +138,7 @@ class _SavedHandles:
     @contextmanager
     def hooked(self) -> Iterator[None]:
         """Save all tensors in handles, packed by hooks of the user or of a checkpoint if there are any."""
-        autograd = torch._C._autograd
-        push, pop = autograd._push_saved_tensors_default_hooks, autograd._pop_saved_tensors_default_hooks
+        push, pop = port.putting_of_saved_hooks()
         inside: list[_Hooks] = []
 
         def push_users(pack: Callable[[Tensor], object], unpack: Callable[[Any], Tensor]) -> None:
@@ -157,10 +151,9 @@ class _SavedHandles:
 
         with (
             torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack),
-            patched(autograd, _push_saved_tensors_default_hooks=push_users, _pop_saved_tensors_default_hooks=pop_users),
-            added(torch.utils.checkpoint, _make_saved_tensor=self._of_no_node),
-            # torch.func refuses hooks, which do no harm
-            patched(autograd, _saved_tensors_hooks_disable=nothing, _saved_tensors_hooks_enable=nothing),
+            port.saved_hooks_put_by(push_users, pop_users),
+            port.checkpoints_saving_by(self._of_no_node),
+            port.saved_hooks_forbidden_by(nothing, nothing),  # torch.func refuses hooks, which do no harm
         ):
             yield
 
@@ -170,7 +163,7 @@ class _SavedHandles:
         content = tensor
         if tensor.requires_grad and not isinstance(tensor, torch.nn.Parameter):
             # Inside a transform of ``torch.func``, from its own graph and not from those around it.
-            inside = torch._C._functorch.is_gradtrackingtensor(tensor)
+            inside = port.is_transformed(tensor)
             content = tensor.data if inside else tensor.detach()
         return self.handle(content, None, _saver(tensor))
 
@@ -184,7 +177,7 @@ class _SavedHandles:
     def _of_no_node(self, tensor: Tensor, *, is_output: bool) -> Any:
         """A checkpoint keeps what it is given by itself (``save_inputs``, torch 2.13): no node frees it."""
         with patched(self, made_by_node=False):
-            return torch._C._autograd._make_saved_tensor(tensor, is_output=is_output)
+            return port.make_saved(tensor, is_output=is_output)
 
     def _unpack(self, handle: _Handle) -> Any:
         if handle.content is None:
@@ -196,16 +189,13 @@ class _SavedHandles:
 
     def release(self, node: _Node, before: int) -> None:
         """Free what a node has saved. ``before``: the sequence number of the graph's next older node."""
-        sequence_nr = node._sequence_nr()
-        if isinstance(node, torch._C._FunctionBase):
-            node.maybe_clear_saved_tensors()  # type: ignore[attr-defined]
+        sequence_nr = port.sequence_number(node)
+        if port.is_of_function(node):
+            port.clear_saved(node)
         # CopySlices wraps the node of an in-place operator on a view, which was made just before it.
         first = before + 1 if node.name().endswith("CopySlices") else sequence_nr
-        handles: set[_Handle] = set()
-        for name in _saved_names(node.__class__):  # the only way to handles of inputs that in-place operators copy
-            saved = getattr(node, name)
-            items = saved if isinstance(saved, (list, tuple)) else (saved,)
-            handles.update(kept for item in items if isinstance(kept := item.data, _Handle))
+        # The only way to handles of inputs that in-place operators copy.
+        handles = {handle for handle in port.saved_handles(node) if isinstance(handle, _Handle)}
         for number in range(first, sequence_nr + 1):
             handles |= self.taken_out(number)
         for handle in sorted(handles, key=lambda handle: handle.number):
@@ -221,9 +211,9 @@ def _saver(tensor: Tensor) -> int:
 
     For an in-place operator on a view that is CopySlices, after which the view's own node is made again.
     """
-    latest: int = torch._C._autograd._get_sequence_nr() - 1
-    node: Any = tensor.grad_fn if tensor.requires_grad and tensor._is_view() else None
-    while node is not None and latest - _NODES_OF_VIEWS <= (number := node._sequence_nr()) <= latest:
+    latest = port.next_sequence_number() - 1
+    node: Any = tensor.grad_fn if tensor.requires_grad and port.is_view(tensor) else None
+    while node is not None and latest - _NODES_OF_VIEWS <= (number := port.sequence_number(node)) <= latest:
         if node.name().endswith("CopySlices"):
             return int(number)
         node = node.next_functions[0][0] if node.next_functions else None
@@ -233,16 +223,11 @@ def _saver(tensor: Tensor) -> int:
 _NODES_OF_VIEWS = 8  # nodes that a chain of views may have; an older CopySlices is of another operator
 
 
-@functools.cache
-def _saved_names(node_type: type) -> tuple[str, ...]:
-    return tuple(name for name in dir(node_type) if name.startswith("_raw_saved_"))
-
-
 def release_saved(node: Any) -> None:
     """Free what a ``torch.autograd.Function`` has saved while it still runs, as a compiled backward pass does."""
-    engine: Any = Variable._execution_engine
-    if isinstance(engine, _Walker):
-        for handle in engine.saved.taken_out(node._sequence_nr()):
+    walker = port.engine()
+    if isinstance(walker, _Walker):
+        for handle in walker.saved.taken_out(port.sequence_number(node)):
             handle.empty()
 
 
@@ -254,7 +239,7 @@ class _Ready:
     """
 
     def __init__(self, node: _Node) -> None:
-        self.node, self.number = node, node._sequence_nr()
+        self.node, self.number = node, port.sequence_number(node)
 
     def __lt__(self, other: _Ready) -> bool:
         return self.number > other.number
@@ -354,7 +339,7 @@ class _Walker:
         def hook_tensor(tensor: Tensor, hook: _Hook) -> RemovableHandle:
             handle: RemovableHandle = register_hook(tensor, hook)  # type: ignore[no-untyped-call]
             if tensor.grad_fn is not None:
-                _metadata(tensor).setdefault(_TENSOR_HOOKS, {})[tensor.output_nr] = tensor._backward_hooks
+                _metadata(tensor).setdefault(_TENSOR_HOOKS, {})[tensor.output_nr] = port.grad_hooks(tensor)
             return handle
 
         def retain(tensor: Tensor) -> None:
@@ -408,11 +393,11 @@ class _Walk:
     def run(self, edges: Sequence[_Edge], grads: Sequence[Tensor | None], wanted: Sequence[_Edge]) -> None:
         root = edges[0][0] if len(edges) == 1 else cast(_Node, _Root(edges, grads))
         order = self._explore(root)
-        numbers = sorted((node._sequence_nr(), place) for place, node in enumerate(order))
+        numbers = sorted((port.sequence_number(node), place) for place, node in enumerate(order))
         self.older = {order[place]: older for (_, place), (older, _) in zip(numbers, [(-1, 0), *numbers], strict=False)}
         if wanted:
             self._find_needed(order, {node for node, _ in wanted})
-        self.buffers[root] = [None] * len(_input_metadata(root))
+        self.buffers[root] = [None] * len(port.expected_grads(root))
         if len(edges) == 1:
             self.buffers[root][edges[0][1]] = grads[0]
         heappush(self.queue, _Ready(root))
@@ -497,7 +482,7 @@ class _Walk:
             return []
         outputs: Any = (
             _python_outputs(node, grads)
-            if isinstance(node, torch._C._FunctionBase)
+            if port.is_of_function(node)
             else _outputs_of_plain_tensors(node, grads)
             if self.walker.as_plain
             else node(*grads)
@@ -523,7 +508,7 @@ class _Walk:
                 continue
             buffer = self.buffers.get(following)
             if buffer is None:
-                buffer = self.buffers[following] = [None] * len(_input_metadata(following))
+                buffer = self.buffers[following] = [None] * len(port.expected_grads(following))
             if received[0] is not None and buffer[place] is None:
                 buffer[place] = received.pop()
             elif received[0] is not None:
@@ -560,21 +545,16 @@ def _edge(tensor: Tensor | GradientEdge) -> _Edge:
     return cast(_Node, edge.node), edge.output_nr
 
 
-def _input_metadata(node: _Node) -> tuple[Any, ...]:
-    found = node._input_metadata  # type: ignore[attr-defined]
-    return tuple(found) if isinstance(found, (tuple, list)) else (found,)
-
-
 def _leaf_of(node: _Node) -> Tensor | None:
     """The leaf whose gradient a node accumulates; None for other nodes."""
-    return getattr(node, "variable", None) if node._sequence_nr() == _LATEST else None
+    return getattr(node, "variable", None) if port.sequence_number(node) == _LATEST else None
 
 
 def _valid(grad: Tensor | None, node: _Node, place: int) -> Tensor | None:
     """`validate_outputs`: reduce a gradient that was broadcast, and give it its receiver's dtype."""
     if grad is None:
         return None
-    expected = _input_metadata(node)[place]
+    expected = port.expected_grads(node)[place]
     shape = tuple(expected.shape)
     if grad.shape != shape:
         grad = grad.sum_to_size(shape)
@@ -585,7 +565,7 @@ def _valid(grad: Tensor | None, node: _Node, place: int) -> Tensor | None:
 
 def _run_input_hooks(node: _Node, metadata: dict[str, Any], grads: list[Any]) -> None:
     leaf = _leaf_of(node)
-    hooks = metadata.get(_TENSOR_HOOKS, {}) if leaf is None else {0: leaf._backward_hooks}
+    hooks = metadata.get(_TENSOR_HOOKS, {}) if leaf is None else {0: port.grad_hooks(leaf)}
     for place, own in hooks.items():
         for hook in tuple((own or {}).values()):
             changed = hook(grads[place])
@@ -645,7 +625,7 @@ def _outputs_of_plain_tensors(node: Any, grads: _Grads) -> Any:
 def _python_outputs(node: Any, grads: _Grads) -> _Grads:
     """`PyNode::apply` (torch/csrc/autograd/python_function.cpp): a ``torch.autograd.Function``."""
     if getattr(node, "memguard_materializes", True):
-        for place, expected in enumerate(_input_metadata(node)):
+        for place, expected in enumerate(port.expected_grads(node)):
             if grads[place] is None:
                 grads[place] = torch.zeros(expected.shape, dtype=expected.dtype, device=expected.device)
     outputs = node.apply(*grads)
@@ -677,13 +657,13 @@ def _accumulate_grad(variable: Tensor, grads: list[Any]) -> None:
         variable.grad = new.new_empty_strided(variable.shape, variable.stride(), dtype=variable.dtype).copy_(new)
     else:
         variable.grad = new.clone(memory_format=torch.contiguous_format)
-    for hook in tuple((getattr(variable, "_post_accumulate_grad_hooks", None) or {}).values()):
+    for hook in port.hooks_after_accumulation(variable):
         hook(variable)
 
 
 def _is_unshared(tensor: Tensor, references: int, held: int) -> bool:
     """Whether only the walk holds the tensor: ``held`` names in Python, and one reference from its object."""
-    return references <= held and tensor._use_count() == 1  # type: ignore[attr-defined]
+    return references <= held and port.tensor_users(tensor) == 1
 
 
 # A storage counts its tensor and its own Python object, which `untyped_storage()` makes.
@@ -694,7 +674,7 @@ def _is_ours_alone(tensor: Tensor, references: int, held: int) -> bool:
     """`can_accumulate_inplace`: nothing else holds the tensor or its storage, and it is dense."""
     if not _is_unshared(tensor, references, held) or tensor.layout is not torch.strided:
         return False
-    count = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    count = port.storage_users(tensor.untyped_storage())
     return count <= _ONE_TENSOR and is_non_overlapping_and_dense(tensor)
 
 

@@ -17,18 +17,19 @@ import threading
 import types
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.autograd.function import BackwardCFunction
 
-from lightning_memguard.core.foreign import added, find, patched
+from lightning_memguard.core import torch_port as port
+from lightning_memguard.core.foreign import added, patched
 from lightning_memguard.core.foreign import aten as _aten
 from lightning_memguard.core.isolation.pool import beat
 from lightning_memguard.core.simulation.backward import release_saved
+from lightning_memguard.core.torch_port import OpOverload
 from lightning_memguard.core.trace.trace import Answers, Note
 
 T = TypeVar("T")
@@ -39,22 +40,12 @@ NOTE = Note(
 )
 
 
-@contextmanager
-def noting(note: Callable[[str], object]) -> Iterator[None]:
+def noting(note: Callable[[str], object]) -> AbstractContextManager[None]:
     """Call ``note`` once compiled code runs, here as it was written."""
-    frames: Any = torch._dynamo.eval_frame
-    original = frames._callback_from_stance
-
-    def callback_of(callback: object) -> object:
-        if callable(callback):
-            note(NOTE)
-        return original(callback)
-
-    with patched(frames, _callback_from_stance=callback_of):
-        yield
+    return port.telling_of_compiled_calls(lambda: note(NOTE))
 
 
-READS = (Tensor.item, Tensor.__float__, Tensor.__bool__, find("torch._is_all_true"))
+READS = (Tensor.item, Tensor.__float__, Tensor.__bool__, port.is_all_true())
 _READS = frozenset({_aten._local_scalar_dense.default, _aten.equal.default})
 
 

@@ -17,15 +17,13 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._mode_utils import no_dispatch
-from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from lightning_memguard.core import torch_port as port
 from lightning_memguard.core.foreign import aten as _aten
 from lightning_memguard.core.kernels.arguments import operands
 from lightning_memguard.core.simulation.repeated import RepeatingFakeMode
+from lightning_memguard.core.torch_port import DisableTorchFunction, FakeTensor, OpOverload, no_dispatch, tree_map
 
 T = TypeVar("T")
 
@@ -147,7 +145,7 @@ class KnownFakeMode(RepeatingFakeMode):
         if func in _FILLS and _covers_its_storage(args[0]):
             self._keep_maker(args[0], _maker(func, args, {}))
             return True
-        value = self._values.get(args[0].untyped_storage()._cdata) if self._values else None
+        value = self._values.get(port.storage_id(args[0].untyped_storage())) if self._values else None
         if value is None:
             return True
         written, *numbers = args
@@ -166,12 +164,12 @@ class KnownFakeMode(RepeatingFakeMode):
         """Forget the values in the memory of a tensor."""
         storage = tensor.untyped_storage()
         if not isinstance(tensor, FakeTensor):
-            self._overwritten[storage._cdata] = storage
-        elif storage._cdata in self._values:
-            self._drop(storage._cdata, self._values[storage._cdata])
+            self._overwritten[port.storage_id(storage)] = storage
+        elif port.storage_id(storage) in self._values:
+            self._drop(port.storage_id(storage), self._values[port.storage_id(storage)])
 
     def _value_behind(self, tensor: Tensor) -> _Value | None:
-        value = self._values.get(tensor.untyped_storage()._cdata)
+        value = self._values.get(port.storage_id(tensor.untyped_storage()))
         if value is None or value.nbytes != tensor.untyped_storage().nbytes() or tensor.is_conj() or tensor.is_neg():
             return None
         if value.storage is None:
@@ -209,10 +207,10 @@ class KnownFakeMode(RepeatingFakeMode):
         return 0 < elements <= MOST_ELEMENTS
 
     def _has_value(self, fake: Tensor) -> bool:
-        return fake.untyped_storage()._cdata in self._values
+        return port.storage_id(fake.untyped_storage()) in self._values
 
     def _is_overwritten(self, real: Tensor) -> bool:
-        return bool(self._overwritten) and real.untyped_storage()._cdata in self._overwritten
+        return bool(self._overwritten) and port.storage_id(real.untyped_storage()) in self._overwritten
 
     def _drop(self, address: int, value: _Value) -> None:
         if self._values.get(address) is value:
@@ -241,8 +239,8 @@ class KnownFakeMode(RepeatingFakeMode):
         self.forget(fake)
         if self._held_bytes + value.held_bytes <= MOST_BYTES:
             self._held_bytes += value.held_bytes
-            self._values[storage._cdata] = value
-            weakref.finalize(storage, self._drop, storage._cdata, value).atexit = False
+            self._values[port.storage_id(storage)] = value
+            weakref.finalize(storage, self._drop, port.storage_id(storage), value).atexit = False
 
     # -- operators
 
@@ -320,7 +318,7 @@ def _asks_for_no_number(func: OpOverload, args: Sequence[Any]) -> bool:
 
 def _compute(function: Callable[..., T], *args: object, **kwargs: object) -> T:
     """Run operators for real, unseen by modes."""
-    with torch._C.DisableTorchFunction(), no_dispatch(), torch.inference_mode(False), torch.no_grad():
+    with DisableTorchFunction(), no_dispatch(), torch.inference_mode(False), torch.no_grad():
         return function(*args, **kwargs)
 
 
@@ -371,7 +369,7 @@ def _written(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 
 @functools.cache
 def _writes(func: OpOverload) -> tuple[list[int], list[str]]:
-    arguments = func._schema.arguments
+    arguments = port.schema_of(func).arguments
     found = [(place, a.name) for place, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write]
     return [place for place, _ in found], [name for _, name in found]
 
@@ -421,7 +419,7 @@ def _kind(func: object) -> _Effect:
         return _SPECIAL[func]
     if not isinstance(func, OpOverload):
         return _Effect.NOTHING
-    return _kind_of_write(func) if func._schema.is_mutable or func in _WRITES_UNSAID else _kind_of_result(func)
+    return _kind_of_write(func) if port.schema_of(func).is_mutable or func in _WRITES_UNSAID else _kind_of_result(func)
 
 
 def _is_computable(func: OpOverload) -> bool:
@@ -435,9 +433,9 @@ def _kind_of_write(func: OpOverload) -> _Effect:
 
 
 def _kind_of_result(func: OpOverload) -> _Effect:
-    schema = func._schema
+    schema = port.schema_of(func)
     makes_tensors = any("Tensor" in str(result.type) for result in schema.returns)
-    if not makes_tensors or not _is_computable(func) or "empty" in func.overloadpacket._qualified_op_name:
+    if not makes_tensors or not _is_computable(func) or "empty" in port.packet_name(func):
         return _Effect.NOTHING
     if func.overloadpacket in _NUMBERS or not any("Tensor" in str(argument.type) for argument in schema.arguments):
         return _Effect.MAKES

@@ -11,11 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_memguard.core.foreign import aten as _aten
 from lightning_memguard.core.simulation.fake import by_name
+from lightning_memguard.core.torch_port import FakeTensor, OpOverload
 
 _FORWARD, _BACKWARD = _aten._cudnn_rnn.default, _aten._cudnn_rnn_backward.default
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import dis
 import functools
-import importlib
 import inspect
 import logging
 import operator
@@ -25,18 +24,25 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils.data import DataLoader, Dataset
 
+from lightning_memguard.core import torch_port as port
 from lightning_memguard.core.batch.nesting import is_dense
-from lightning_memguard.core.foreign import added, find, patched
+from lightning_memguard.core.foreign import added, patched
 from lightning_memguard.core.foreign import aten as _aten
 from lightning_memguard.core.simulation import constants, quantized
 from lightning_memguard.core.simulation.constants import KnownFakeMode, known_value
+from lightning_memguard.core.torch_port import (
+    DisableTorchFunctionSubclass,
+    FakeTensor,
+    FakeTensorMode,
+    OpOverload,
+    TorchDispatchMode,
+    is_traceable_wrapper_subclass,
+    unset_fake_temporarily,
+)
 from lightning_memguard.errors import CannotTraceError
 
 Function = Callable[..., Any]  # one of torch
@@ -150,7 +156,7 @@ class _FakeCopy(TorchFunctionMode):
     def __torch_function__(
         self, func: Function, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> object:
-        if func is torch._C.TensorBase.clone:  # how a Parameter is deep-copied
+        if func is Tensor.clone:  # how a Parameter is deep-copied
             return self._fake(args[0])
         if func is torch.Tensor.__deepcopy__:
             tensor, memo = args
@@ -250,7 +256,7 @@ def _lazy_fake(kind: type, requires_grad: Any = None, device: Any = None, dtype:
 
 def storage_address(tensor: Tensor) -> int:
     """Identifies the storage of a strided tensor while it lives; -1 for a lazy tensor before its first batch."""
-    return -1 if is_lazy(tensor) else tensor.untyped_storage()._cdata
+    return -1 if is_lazy(tensor) else port.storage_id(tensor.untyped_storage())
 
 
 def _copy_attributes(parameter: Tensor, parameter_copy: Tensor) -> None:
@@ -279,7 +285,7 @@ class _RealCopy(TorchFunctionMode):
         self, func: Function, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> object:
         is_deep = func is torch.Tensor.__deepcopy__
-        if not (is_deep or func is torch._C.TensorBase.clone) or type(args[0]) is not Tensor or not is_dense(args[0]):
+        if not (is_deep or func is Tensor.clone) or type(args[0]) is not Tensor or not is_dense(args[0]):
             return func(*args, **(kwargs or {}))
         tensor, key = args[0], (storage_address(args[0]), args[0].dtype)
         out: Any
@@ -347,14 +353,14 @@ def _rebind_functions(module: nn.Module, module_copy: nn.Module) -> None:
         for name, value in vars(child).items():
             if not isinstance(value, types.FunctionType) or own.get(name) is not value:
                 continue
-            function: Any = torch._dynamo.eval_frame.innermost_fn(value)
+            function: Any = port.as_written(value)
             rebound = _rebound(function, copies)
             if rebound is not function:
                 own[name] = _compiled_like(rebound, value)
             elif any(_rebound(each, copies) is not each for each in _closed_over(function)):
                 own[name] = _compiled_like(_with_modules(function, copies), value)
-        if child._compiled_call_impl is not None and id(child) in copies:  # a deep copy drops it
-            own["_compiled_call_impl"] = _compiled_like(copies[id(child)]._call_impl, child._compiled_call_impl)
+        if id(child) in copies:
+            port.copy_compiled_call(child, copies[id(child)], _compiled_like)
 
 
 def _rebound(value: Any, copies: dict[int, nn.Module]) -> Any:
@@ -372,17 +378,14 @@ def _rebound(value: Any, copies: dict[int, nn.Module]) -> Any:
 
 
 def _compiled_like(function: Function, other: Any) -> Function:
-    """Compile a function (or disable its compilation) as another one is. Checked on torch 2.11 and 2.13."""
-    cells = dict(zip(other.__code__.co_freevars, other.__closure__ or (), strict=True))
-    how = cells["self"].cell_contents if "self" in cells and hasattr(other, "_torchdynamo_orig_callable") else None
-    return how(function) if isinstance(how, torch._dynamo.eval_frame._TorchDynamoContext) else function
+    """Compile a function (or disable its compilation) as another one is."""
+    compiler = port.compiler_of(other)
+    return function if compiler is None else compiler(function)
 
 
 def _compilers(module: nn.Module) -> Iterator[object]:
     """The contexts that compile the compiled parts of a module; they do not refer to the module."""
-    for child in module.modules():
-        if isinstance(child, torch._dynamo.OptimizedModule):
-            yield child.dynamo_ctx
+    yield from filter(None, map(port.compiler_of_module, module.modules()))
 
 
 def _closed_over(function: Function) -> list[object]:
@@ -490,18 +493,16 @@ def faking(mode: FakeTensorMode) -> Iterator[None]:
         exits.enter_context(torch.compiler.set_stance("force_eager"))
         exits.enter_context(_modules_can_move())
         exits.enter_context(quantized.simulated())
-        exits.enter_context(patched(torch._subclasses, FakeTensor=_Unknown))
-        exits.enter_context(added(find("torch.optim._adafactor"), max=_larger))
+        exits.enter_context(port.fakes_known_as(_Unknown))
+        exits.enter_context(port.adafactor_with(_larger))
         # What `pad_packed_sequence` calls, in torch 2.9 to 2.13.
-        exits.enter_context(patched(find("torch._VF"), _pad_packed_sequence=_padded))
-        exits.enter_context(patched(nn.init, _no_grad_trunc_normal_=_truncating(mode)))
+        exits.enter_context(patched(port.recurrent_functions(), _pad_packed_sequence=_padded))
+        exits.enter_context(port.truncated_draw_by(_truncating(mode)))
         for kind in (nn.UninitializedParameter, nn.UninitializedBuffer):
             exits.enter_context(patched(kind, __new__=staticmethod(_lazy_fake)))
-        make = staticmethod(_making_fake(Tensor._make_subclass))
-        exits.enter_context(patched(Tensor, as_subclass=_seen_as_fake(Tensor.as_subclass), _make_subclass=make))
-        for home in _USES_FOREACH:
-            types = [*home._foreach_supported_types, FakeTensor]
-            exits.enter_context(patched(home, _foreach_supported_types=types))
+        exits.enter_context(patched(Tensor, as_subclass=_seen_as_fake(Tensor.as_subclass)))
+        exits.enter_context(port.subclasses_made_by(_making_fake(port.subclass_maker())))
+        exits.enter_context(port.foreach_on_fakes())
         exits.enter_context(mode)
         yield
 
@@ -535,7 +536,7 @@ def _seen_as_fake(as_subclass: Function) -> Function:
     def seen_as(self: Tensor, cls: type[Tensor]) -> Tensor:
         if not _can_be_fake(self, cls):
             return as_subclass(self, cls)  # type: ignore[no-any-return]
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             alias: Tensor = _aten.alias.default(self)
         alias.__class__ = _fake_subclass(cls)
         return alias
@@ -549,7 +550,7 @@ def _making_fake(make_subclass: Function) -> Function:
     def make(cls: type[Tensor], data: Tensor, require_grad: bool = False, **more: Any) -> Tensor:
         if not _can_be_fake(data, cls):
             return make_subclass(cls, data, require_grad, **more)  # type: ignore[no-any-return]
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             alias = data.detach()
         alias.__class__ = _fake_subclass(cls)
         return alias.requires_grad_(require_grad)
@@ -567,14 +568,14 @@ def _truncating(mode: FakeTensorMode) -> Function:
 
     The answer is yes as often as that many draws would leave one there; from the second on, draws allocate the same.
     """
-    draw = nn.init._no_grad_trunc_normal_
+    draw = port.truncated_draw()
 
     def truncated(tensor: Tensor, mean: float, std: float, a: float, b: float, *rest: Any, **kwargs: Any) -> Tensor:
         inside = statistics.NormalDist(mean, std)
         outside = 1 - inside.cdf(b) + inside.cdf(a)
         answers = [False, *(tensor.numel() * outside**drawn > 0.5 for drawn in (2, 1))]
         with added(mode, answers=answers):
-            return draw(tensor, mean, std, a, b, *rest, **kwargs)
+            return draw(tensor, mean, std, a, b, *rest, **kwargs)  # type: ignore[no-any-return]
 
     return truncated
 
@@ -603,32 +604,30 @@ class _Unknown(metaclass=_UnknownOnly):
     """
 
 
-_USES_FOREACH = [importlib.import_module(name) for name in ("torch.optim.optimizer", "torch.utils._foreach_utils")]
-
-
 @contextmanager
 def _modules_can_move() -> Iterator[None]:
     """Make ``module.to(...)`` work on fake parameters: torch swaps them in place, which their weak references forbid.
 
     Checked on torch 2.9 to 2.13 (``Module._apply``, the branch for ``FakeTensor``).
     """
-    original = nn.Module._apply
+    original = port.own_apply()
     # Parameters may be tied. The old ones are held, so that their ids stay unique.
     moved: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
 
     def apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        own = [*self._parameters.values(), *self._buffers.values()]
+        parameters, buffers = port.parameters_of(self), port.buffers_of(self)
+        own = [*parameters.values(), *buffers.values()]
         if not any(isinstance(tensor, FakeTensor) for tensor in own):
-            return original(self, fn, recurse)  # type: ignore[no-untyped-call, no-any-return]
+            return original(self, fn, recurse)  # type: ignore[no-any-return]
         if recurse:
             for child in self.children():
-                child._apply(fn)
-        for name, parameter in self._parameters.items():
+                port.apply_to(child, fn)
+        for name, parameter in parameters.items():
             if parameter is not None:
-                self._parameters[name] = move(parameter, fn)
-        for name, buffer in self._buffers.items():
+                parameters[name] = move(parameter, fn)
+        for name, buffer in buffers.items():
             if buffer is not None:
-                self._buffers[name] = fn(buffer)
+                buffers[name] = fn(buffer)
         return self
 
     def move(parameter: nn.Parameter, fn: Callable[[Tensor], Tensor]) -> nn.Parameter:
@@ -641,7 +640,7 @@ def _modules_can_move() -> Iterator[None]:
             _copy_attributes(parameter, moved[id(parameter)][1])
         return moved[id(parameter)][1]
 
-    with patched(nn.Module, _apply=apply):
+    with port.applied_by(apply):
         yield
 
 
@@ -670,7 +669,7 @@ def call(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> objec
     return func(*args, **kwargs)
 
 
-_IS_ALL_TRUE = find("torch._is_all_true")
+_IS_ALL_TRUE = port.is_all_true()
 _ASKS_WHETHER = (torch.Tensor.__bool__, _IS_ALL_TRUE)
 _READS_FLOAT = (torch.Tensor.item, torch.Tensor.__float__)
 _READS_ARRAY = (torch.Tensor.numpy, torch.Tensor.__array__)
@@ -722,7 +721,7 @@ def laid_out(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     if place is None or type(args[place]) is not FakeTensor:
         return None
     first, *others = func(*args, **kwargs)
-    order = torch._prims_common.suggest_memory_format(args[place])
+    order = port.suggested_format(args[place])
     if first is not None and not first.is_contiguous(memory_format=order):
         first = torch.empty(first.shape, dtype=first.dtype, device=first.device, memory_format=order)
     if (
@@ -772,21 +771,6 @@ def is_custom(func: object) -> bool:
     return isinstance(func, OpOverload) and func.namespace not in _KNOWN_NAMESPACES
 
 
-def python_implementation(func: OpOverload, device_type: str) -> Function | None:
-    """Return the Python function that is an operator's kernel; None for others. Checked on torch 2.11 and 2.13."""
-    definition = torch._library.custom_ops.OPDEFS.get(func.name())
-    if definition is not None:
-        kernels: dict[str | None, Function] = definition._backend_fns
-        return kernels.get(device_type) or kernels.get(None)
-    for key in (device_type.upper(), "CompositeExplicitAutograd"):
-        parsed = torch._C._parse_dispatch_key(key)
-        if parsed is not None and func.name().replace("::", "/") + f"/{key}" in torch.library._impls:
-            return functools.partial(func._op_dk, parsed)
-        if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key):
-            return None
-    return None
-
-
 class NoAddressError(CannotTraceError):
     """A kernel in C asked where a fake tensor is."""
 
@@ -811,7 +795,7 @@ def unseen(func: OpOverload) -> str:
 @functools.cache
 def _defaults(operator: OpOverload) -> dict[str, Any]:
     """The names of all arguments in order, with their defaults; None if there is none."""
-    return {argument.name: argument.default_value for argument in operator._schema.arguments}
+    return {argument.name: argument.default_value for argument in port.schema_of(operator).arguments}
 
 
 def by_name(operator: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> dict[str, Any]:

@@ -18,17 +18,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses import fake_tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.library import Library
 from torch.overrides import TorchFunctionMode
 
-from lightning_memguard.core.foreign import aten, find, gaps, nothing, patched
+from lightning_memguard.core import torch_port as port
+from lightning_memguard.core.foreign import aten, gaps, nothing, patched
 from lightning_memguard.core.gpus import Gpu
 from lightning_memguard.core.isolation.pool import in_child
 from lightning_memguard.core.simulation import cudnn_rnn, quantized, sdpa, streams
 from lightning_memguard.core.simulation.constants import KnownFakeMode
 from lightning_memguard.core.simulation.fake import Function
+from lightning_memguard.core.torch_port import FakeTensor
 from lightning_memguard.errors import CannotTraceError
 
 FAKE_DEVICE = torch.device("cuda", 0)  # the only device under `simulated_cuda`, whichever is trained on
@@ -82,7 +82,7 @@ def _guard_cuda() -> None:
     register.argtypes, register.restype = [ctypes.c_int8, ctypes.c_void_p], None
     if (has_own or registry[_CUDA] in (None, registry[_META])) and registry[_LAZY] is not None:
         register(_CUDA, registry[_LAZY])
-        torch._C._ensureCUDADeviceGuardSet()
+        port.count_devices_again()
     if registry[_CUDA] in (None, registry[_LAZY]):
         register(_CUDA, registry[_META])  # its device is "meta": `.to("cuda")` then needs an index
     if not has_own:
@@ -117,7 +117,7 @@ def simulated_cuda(gpu: Gpu) -> Iterator[None]:
     with ExitStack() as exits:
         for name, answer in _torch_cuda_of(gpu).items():
             exits.enter_context(patched(torch.cuda, **{name: answer}))
-        exits.enter_context(patched(fake_tensor, init_gpu_context=nothing))
+        exits.enter_context(port.gpus_not_initialized())
         exits.enter_context(quantized.cuda_simulated())
         pin: Function = torch.Tensor.pin_memory
 
@@ -237,11 +237,10 @@ def _rnn(_: Gpu, func: Function, *args: Any) -> tuple[Tensor, ...]:
 _PATCHED: tuple[tuple[ModuleType, str, Function], ...] = (
     (torch, "batch_norm", _batch_norm),
     (torch.nn.functional, "scaled_dot_product_attention", _attention),
-    *((find("torch._VF"), name, _rnn) for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")),
+    *((port.recurrent_functions(), name, _rnn) for name in port.RECURRENT),
 )
 # By torch's own function: a user may have put a wrapper in its place.
-_OVERRIDES = {getattr(torch._C._VariableFunctions, name, None): override for _, name, override in _PATCHED}
-_OVERRIDES[torch._C._nn.scaled_dot_product_attention] = _attention
+_OVERRIDES = {port.own_function(name): override for _, name, override in _PATCHED}
 
 
 class _Overriding(TorchFunctionMode):

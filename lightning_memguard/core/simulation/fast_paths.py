@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
 from lightning_memguard.core.foreign import aten, patched
 from lightning_memguard.core.simulation import fake_cuda, sdpa
+from lightning_memguard.core.torch_port import DisableTorchFunction, FakeTensor
 
 
 @contextmanager
@@ -33,7 +33,7 @@ def taken() -> Iterator[None]:
     def has_torch_function(arguments: Iterable[Any]) -> bool:
         if sys._getframe(1).f_code not in _LAYERS:
             return asked(arguments)
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             return asked(arguments)
 
     with patched(torch.overrides, has_torch_function=has_torch_function):

@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor
 
+from lightning_memguard.core import torch_port as port
 from lightning_memguard.core.foreign import aten
 from lightning_memguard.core.kernels.layout import copy_bytes
 from lightning_memguard.core.simulation.fake import by_name, training_threads
+from lightning_memguard.core.torch_port import FakeTensor, OpOverload
 from lightning_memguard.core.trace.scratch import nbytes, up
 
 _FORWARD, _BACKWARD = aten.mkldnn_rnn_layer.default, aten.mkldnn_rnn_layer_backward.default
@@ -105,7 +105,7 @@ def _backward_scratch(given: _Arguments) -> int:
     taken = sum(nbytes(x) if grad is None else copy_bytes(grad) for grad, x in zip(grads, states, strict=True))
     if layer.element != _FLOAT:
         taken += sum(state.numel() * _FLOAT for state in states)
-    if given["hx_"].untyped_storage()._cdata == given["cx_tmp"].untyped_storage()._cdata:
+    if port.storage_id(given["hx_"].untyped_storage()) == port.storage_id(given["cx_tmp"].untyped_storage()):
         taken += nbytes(given["cx_tmp"])
     weights = copy_bytes(given["weight1"]) + copy_bytes(given["weight2"])
     bias = _GATES * layer.hidden * layer.element
@@ -122,7 +122,7 @@ def _is_brgemm(layer: _Layer, training: bool) -> bool:
     """
     if layer.element == _FLOAT:
         return not training and torch.backends.cpu.get_cpu_capability().startswith("AVX")
-    return bool(torch.cpu._is_avx512_bf16_supported())
+    return port.multiplies_bfloat16()
 
 
 # -- weights in oneDNN's order: `set_expected_desc` in oneDNN, src/cpu/rnn/rnn_utils.cpp

@@ -21,14 +21,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
-from torch.utils._pytree import tree_map
 
 from lightning_memguard.core.foreign import added, nothing, patched, reason_of
 from lightning_memguard.core.isolation.pool import in_child
 from lightning_memguard.core.simulation.constants import known_value
 from lightning_memguard.core.simulation.fake_cuda import FAKE_DEVICE, simulated_gpu
-from lightning_memguard.core.simulation.quantized import set_data
+from lightning_memguard.core.simulation.quantized import DATA, set_data
+from lightning_memguard.core.torch_port import FakeTensor, tree_map, unset_fake_temporarily
 from lightning_memguard.errors import CannotTraceError
 
 _sizes: list[int] = []  # of the groups that this process pretends to be in, innermost last
@@ -134,7 +133,7 @@ def _patches() -> Iterator[AbstractContextManager[Any]]:
     accelerator, device = torch._C._get_accelerator, torch.device(FAKE_DEVICE.type)
     yield patched(torch._C, _get_accelerator=lambda *args: device if simulated_gpu() else accelerator(*args))
     # FSDP1 offloads a parameter by its ``data``.
-    yield added(FakeTensor, data=property(vars(torch._C.TensorBase)["data"].__get__, set_data))
+    yield added(FakeTensor, data=property(DATA.__get__, set_data))
     fsdp2 = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_param")
     # The chunk of the first rank in place of each: a thousand views of each parameter would take most of the time.
     yield patched(fsdp2, _chunk_with_empty=lambda x, count, dim: [x.narrow(dim, 0, -(-x.size(dim) // count))] * count)

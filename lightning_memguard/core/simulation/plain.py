@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
+from lightning_memguard.core import torch_port as port
 from lightning_memguard.core.foreign import aten as _aten
+from lightning_memguard.core.torch_port import OpOverload
 
 # A formula that calls one of these on a tensor of zeros that it has just made does so in place on plain tensors.
 _IN_PLACE: dict[OpOverload, OpOverload] = {
@@ -75,29 +76,29 @@ def _of(*names: str) -> Callable[[_Formula], _Formula]:
 
 def _of_first(first: str, node: Any, grad: Tensor) -> Tensor:
     """`mm_mat1_grad` of a product whose first matrix has this name; the gradient is laid out as the matrix."""
-    other, sizes = node._saved_mat2, getattr(node, f"_saved_{first}_sym_sizes")
-    turned = tuple(getattr(node, f"_saved_{first}_sym_strides")) == (1, sizes[0])
+    other, sizes = port.saved_by(node, "mat2"), port.saved_by(node, f"{first}_sym_sizes")
+    turned = tuple(port.saved_by(node, f"{first}_sym_strides")) == (1, sizes[0])
     return other.mm(grad.t()).t() if turned else grad.mm(other.t())
 
 
 def _of_second(first: str, node: Any, grad: Tensor) -> Tensor:
     """`mm_mat2_grad`, likewise."""
-    other = getattr(node, f"_saved_{first}")
-    turned = tuple(node._saved_mat2_sym_strides) == (1, node._saved_mat2_sym_sizes[0])
+    other = port.saved_by(node, first)
+    turned = tuple(port.saved_by(node, "mat2_sym_strides")) == (1, port.saved_by(node, "mat2_sym_sizes")[0])
     return grad.t().mm(other).t() if turned else other.t().mm(grad)
 
 
 # How a node computes each of its gradients, for ``autograd.grad`` of some inputs: the engine asks for those alone.
 BY_RESULT: dict[str, tuple[Callable[[Any, Tensor], Tensor], ...]] = {
     "MulBackward0": (
-        lambda node, grad: grad * node._saved_other.conj(),
-        lambda node, grad: grad * node._saved_self.conj(),
+        lambda node, grad: grad * port.saved_by(node, "other").conj(),
+        lambda node, grad: grad * port.saved_by(node, "self").conj(),
     ),
     "MmBackward0": (partial(_of_first, "self"), partial(_of_second, "self")),
     "AddmmBackward0": (lambda _, grad: grad, partial(_of_first, "mat1"), partial(_of_second, "mat1")),
     "BmmBackward0": (
-        lambda node, grad: grad.bmm(node._saved_mat2.transpose(1, 2)),
-        lambda node, grad: node._saved_self.transpose(1, 2).bmm(grad),
+        lambda node, grad: grad.bmm(port.saved_by(node, "mat2").transpose(1, 2)),
+        lambda node, grad: port.saved_by(node, "self").transpose(1, 2).bmm(grad),
     ),
 }
 
@@ -105,7 +106,7 @@ BY_RESULT: dict[str, tuple[Callable[[Any, Tensor], Tensor], ...]] = {
 @_of("MaxBackward1", "MinBackward1", "MedianBackward0", "NanmedianBackward0")
 def _evenly_distributed(node: Any, grad: Tensor) -> tuple[Tensor]:
     """`evenly_distribute_backward`; on the CPU as if no value were nan."""
-    x, value = node._saved_self, node._saved_result
+    x, value = port.saved_by(node, "self"), port.saved_by(node, "result")
     if x.device.type != "cpu":
         missing = x.isnan()
         missing.logical_and_(value.isnan())
@@ -119,7 +120,7 @@ def _evenly_distributed(node: Any, grad: Tensor) -> tuple[Tensor]:
 @_of("ProdBackward0")
 def _product(node: Any, grad: Tensor) -> tuple[Tensor]:
     """`prod_backward` of values without a zero."""
-    x, result = node._saved_self, node._saved_result
+    x, result = port.saved_by(node, "self"), port.saved_by(node, "result")
     if x.dim() == 0:
         return (grad,)
     _ = x == 0
@@ -130,10 +131,10 @@ def _product(node: Any, grad: Tensor) -> tuple[Tensor]:
 @_of("ProdBackward1")
 def _product_along(node: Any, grad: Tensor) -> tuple[Tensor]:
     """`prod_backward` along a dimension of values without a zero."""
-    x, result, dim = node._saved_self, node._saved_result, _dimension(node)
+    x, result, dim = (port.saved_by(node, name) for name in ("self", "result", "dim"))
     if x.dim() == 0:
         return (grad,)
-    if not node._saved_keepdim:
+    if not port.saved_by(node, "keepdim"):
         grad, result = grad.unsqueeze(dim), result.unsqueeze(dim)
     zeros = x == 0
     counts = zeros.sum(dim, keepdim=True)
@@ -144,10 +145,10 @@ def _product_along(node: Any, grad: Tensor) -> tuple[Tensor]:
 @_of("CumprodBackward0")
 def _running_product(node: Any, grad: Tensor) -> tuple[Tensor]:
     """`cumprod_backward` of values without a zero."""
-    x, dim = node._saved_self, _dimension(node)
+    x, dim = port.saved_by(node, "self"), port.saved_by(node, "dim")
     if x.numel() <= 1 or x.shape[dim] == 1:
         return (grad,)
-    products = node._saved_result.conj() * grad
+    products = port.saved_by(node, "result").conj() * grad
     zeros = x == 0
     zeros.any()
     return (_summed_from_the_end(products, dim).div(x.conj()),)
@@ -163,7 +164,7 @@ def _summed_from_the_end(x: Tensor, dim: int) -> Tensor:
 @_of("BinaryCrossEntropyWithLogitsBackward0")
 def _cross_entropy_with_logits(node: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """`binary_cross_entropy_with_logits_backward`."""
-    x, target, weight, factor = (getattr(node, f"_saved_{name}") for name in ("self", "target", "weight", "pos_weight"))
+    x, target, weight, factor = (port.saved_by(node, name) for name in ("self", "target", "weight", "pos_weight"))
     if factor is None:
         found = x.sigmoid().sub_(target)
     else:
@@ -172,15 +173,9 @@ def _cross_entropy_with_logits(node: Any, grad: Tensor) -> tuple[Tensor | None, 
     found.mul_(grad)
     if weight is not None:
         found.mul_(weight)
-    if node._saved_reduction == _MEAN:
+    if port.saved_by(node, "reduction") == _MEAN:
         found.div_(x.numel())
     return (found,)
 
 
 _MEAN = 1  # at::Reduction::Mean
-
-
-def _dimension(node: Any) -> int:
-    """The dimension that a node saved, which counts from the end as a number of 64 bits."""
-    dim = int(node._saved_dim)
-    return dim - (1 << 64) if dim >= 1 << 63 else dim

@@ -19,10 +19,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
-from lightning_memguard.core.foreign import added, nothing, patched
+from lightning_memguard.core import torch_port as port
+from lightning_memguard.core.foreign import nothing, patched
+from lightning_memguard.core.torch_port import (
+    DisableTorchFunctionSubclass,
+    FakeTensor,
+    OpOverload,
+    unset_fake_temporarily,
+)
 
 _LIBRARY = "bitsandbytes"
 
@@ -74,7 +79,7 @@ def fakes_of(module: nn.Module, fake: Callable[[Tensor], Tensor], mode: Any, dev
     """
     copies: dict[int, object] = {}
     for parameter in filter(_is_theirs, module.parameters()):
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             data: Tensor = parameter.data
         if parameter.is_cuda or getattr(parameter, "bnb_quantized", not data.is_floating_point()):
             made = _of_class(type(parameter), fake(data), requires_grad=parameter.requires_grad)
@@ -109,16 +114,16 @@ def _copied(value: object, fake: Callable[[Tensor], Tensor], copies: dict[int, o
 @functools.cache
 def _fake_class(kind: type[Tensor]) -> type[Tensor]:
     make: Any = type(kind)
-    own = {"__module__": kind.__module__, "data": property(_DATA.__get__, set_data)}
+    own = {"__module__": kind.__module__, "data": property(DATA.__get__, set_data)}
     return make(kind.__name__, (kind, FakeTensor), own)  # type: ignore[no-any-return]
 
 
-_DATA: Any = torch._C.TensorBase.data
+DATA: Any = Tensor.data
 
 
 def set_data(tensor: FakeTensor, data: object) -> None:
     """Set the ``data`` of a fake tensor; torch leaves its device as it was."""
-    _DATA.__set__(tensor, data)
+    DATA.__set__(tensor, data)
     if isinstance(data, FakeTensor):
         tensor.fake_device = data.fake_device
 
@@ -156,7 +161,7 @@ def simulated() -> Iterator[None]:
 
     Patches torch's ``Tensor._make_subclass`` and bitsandbytes for the whole process.
     """
-    with patched(Tensor, _make_subclass=staticmethod(_subclass_maker())), _around_nothing("cpu", _patches):
+    with port.subclasses_made_by(_subclass_maker()), _around_nothing("cpu", _patches):
         yield
 
 
@@ -193,11 +198,11 @@ def begin_if_imported() -> None:
 
 
 def _subclass_maker() -> Callable[..., Tensor]:
-    make = Tensor._make_subclass
+    make = port.subclass_maker()
 
     def subclass(kind: type[Tensor], data: Tensor, require_grad: bool = False, **options: Any) -> Tensor:
         if not isinstance(data, FakeTensor) or issubclass(kind, FakeTensor):
-            return make(kind, data, require_grad, **options)
+            return make(kind, data, require_grad, **options)  # type: ignore[no-any-return]
         return _of_class(kind, data, requires_grad=require_grad)
 
     return subclass
@@ -233,8 +238,7 @@ def _cuda_kernels(library: _Inert) -> ModuleType:
     """Return the module of kernels for CUDA; bitsandbytes itself imports it only if there is a GPU."""
     with ExitStack() as exits:
         exits.enter_context(patched(importlib.import_module(f"{_LIBRARY}.cextension"), lib=library))
-        if not hasattr(torch._C, "_cuda_getCurrentRawStream"):  # a build for the CPU alone
-            exits.enter_context(added(torch._C, _cuda_getCurrentRawStream=nothing))
+        exits.enter_context(port.raw_streams_added())
         return importlib.import_module(f"{_LIBRARY}.backends.cuda.ops")
 
 

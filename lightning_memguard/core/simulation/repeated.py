@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from lightning_memguard.core import torch_port as port
+from lightning_memguard.core.torch_port import DisableTorchFunction, FakeTensor, FakeTensorMode, OpOverload
 
 _MOST_TEMPLATES = 50_000
 _Key = tuple[object, ...]
@@ -103,9 +104,9 @@ class RepeatingFakeMode(FakeTensorMode):
                 return _Result(place, True)
         if type(out) is not FakeTensor or not _is_plain(out) or out.requires_grad:
             raise _CannotRepeatError
-        address = out.untyped_storage()._cdata
+        address = port.storage_id(out.untyped_storage())
         for place, tensor in enumerate(given):
-            if tensor.untyped_storage()._cdata == address:
+            if port.storage_id(tensor.untyped_storage()) == address:
                 return _result_like(out, place)
         if address in own or out.untyped_storage().nbytes() != _bytes_of(out):
             raise _CannotRepeatError
@@ -118,7 +119,7 @@ class RepeatingFakeMode(FakeTensorMode):
         if template.is_same:
             return given[template.place]
         _, _, shape, stride, offset, dtype, device = template
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             if template.place < 0:
                 meta = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
             else:
@@ -127,11 +128,7 @@ class RepeatingFakeMode(FakeTensorMode):
                 views_are_normal = torch.is_inference_mode_enabled() and not owner.is_inference()
                 with torch.inference_mode(False) if views_are_normal else contextlib.nullcontext():
                     meta = torch.empty(0, dtype=dtype, device="meta").set_(storage, offset, shape, stride)
-        fake: Any = Tensor._make_subclass(FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=device)
-        if self._allow_unsafe_data_ptr_access:
-            torch._C._set_warn_deprecated_on_mutable_data_ptr(fake)
-        else:
-            torch._C._set_throw_on_mutable_data_ptr(fake)
+        fake = port.without_address(self, meta, device)
         if device not in self._fields:
             self._fields[device] = dict(vars(FakeTensor(self, meta, device)))
         fake.__dict__.update(self._fields[device])

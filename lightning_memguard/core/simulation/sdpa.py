@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_memguard.core import torch_port as port
 from lightning_memguard.core.foreign import aten as _aten
 from lightning_memguard.core.kernels.attention import is_strictly_deterministic
+from lightning_memguard.core.torch_port import OpOverload, TorchDispatchMode
 from lightning_memguard.errors import CannotTraceError
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -125,7 +125,7 @@ def _order(capability: tuple[int, int], cudnn: int) -> list[str]:
     The default is set once in a process, for the GPU that is there. On Hopper it looks as if a user had put cuDNN
     first, but a user who does that usually disables other backends too.
     """
-    order = [_BACKENDS[i] for i in torch._C._get_sdp_priority_order() if i in _BACKENDS]
+    order = [_BACKENDS[i] for i in port.attention_order() if i in _BACKENDS]
     if order == _DEFAULT_ORDER or (order == _CUDNN_FIRST and all(kernel.enabled() for kernel in _KERNELS.values())):
         # `check_prefer_cudnn_attention`: only with a cuDNN that 2.11's wheels bring
         wanted = os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") != "1" and cudnn > 91_500

@@ -12,11 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from lightning_memguard.core.foreign import aten as _aten
 from lightning_memguard.core.simulation.fake import ValueNeededError
+from lightning_memguard.core.torch_port import OpOverload, unset_fake_temporarily
 from lightning_memguard.core.trace.trace import Note, Share, Shares
 
 LEAST: Shares = ((("", ""), (((0,) * 64, 1),)),)  # each result as small as it can be: of no element

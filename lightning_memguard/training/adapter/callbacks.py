@@ -11,16 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
-from torch.utils._pytree import tree_leaves
 
 from lightning_memguard.core.capture.capture import isolated
 from lightning_memguard.core.capture.holders import LEAD_EVERYWHERE, tensors_of, users_classes
 from lightning_memguard.core.capture.recorder import Recorder, part_bytes
 from lightning_memguard.core.simulation.constants import suppose
 from lightning_memguard.core.simulation.fake import real_copy
+from lightning_memguard.core.torch_port import FakeTensor, tree_leaves
 from lightning_memguard.core.trace.trace import WORTH_A_NOTE
 from lightning_memguard.training.facts.lightning_types import is_a
 from lightning_memguard.training.facts.ranks import attempt

@@ -13,9 +13,9 @@ from contextlib import ExitStack, contextmanager, suppress
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from torch.utils._pytree import tree_unflatten
 from torch.utils.data import BatchSampler, DataLoader
 
+from lightning_memguard.core.torch_port import tree_unflatten
 from lightning_memguard.training.facts.lightning_types import lightning_of
 from lightning_memguard.training.facts.run_facts import LOOPS, Role
 

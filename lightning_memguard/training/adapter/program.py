@@ -21,7 +21,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map
 from typing_extensions import override
 
 from lightning_memguard.core.batch.batches import Batches
@@ -30,6 +29,7 @@ from lightning_memguard.core.capture.program import device_to_run_on, refuse_met
 from lightning_memguard.core.capture.recorder import Recorder, call_with_overrides, watching
 from lightning_memguard.core.layers.layers import LayerTable, table_of
 from lightning_memguard.core.simulation.fake import fake_copy, pyro_params_of, real_copy
+from lightning_memguard.core.torch_port import tree_leaves, tree_map
 from lightning_memguard.errors import CannotTraceError
 from lightning_memguard.training.adapter import callbacks
 from lightning_memguard.training.adapter.epoch_end import has_own
@@ -43,9 +43,9 @@ from lightning_memguard.training.strategies.sharded import refuse_sharded
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer
-    from torch._subclasses.fake_tensor import FakeTensorMode
 
     from lightning_memguard.core.capture.program import SwapOptimizer
+    from lightning_memguard.core.torch_port import FakeTensorMode
 
 T = TypeVar("T")
 

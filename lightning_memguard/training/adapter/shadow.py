@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 from typing_extensions import override
 
+from lightning_memguard.core import torch_port as port
 from lightning_memguard.core.batch.batches import Batches
 from lightning_memguard.core.batch.nesting import tensors_in
 from lightning_memguard.core.capture.counters import Counters
@@ -35,6 +36,7 @@ from lightning_memguard.core.capture.program import Program
 from lightning_memguard.core.capture.recorder import Recorder, gradients_of, refuse_sparse
 from lightning_memguard.core.foreign import patched
 from lightning_memguard.core.gpus import Gpu
+from lightning_memguard.core.torch_port import DisableTorchFunction
 from lightning_memguard.core.trace.kept import RETURNED, Kept, places
 from lightning_memguard.core.trace.trace import WORTH_A_NOTE
 from lightning_memguard.training.adapter import stand_ins
@@ -379,8 +381,8 @@ class PhaseMarkerMixin:
         schedules = trainer.lr_scheduler_configs
         self.recorder.counts_steps = not self.reads_steps and any(each.interval == "step" for each in schedules)
         scaler = getattr(trainer.precision_plugin, "scaler", None)
-        if scaler is not None:  # it asks the device whether a gradient overflowed; checked on torch 2.9 to 2.13
-            scaler._maybe_opt_step = lambda optimizer, state, *args, **kwargs: optimizer.step(*args, **kwargs)
+        if scaler is not None:
+            port.steps_unscaled(scaler)
         self.on_ready()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
@@ -437,7 +439,7 @@ class PhaseMarkerMixin:
 
     def name_what_is_left(self, steps: range, pl_module: LightningModule) -> None:
         if self.program.stage in ("fit", "validate", "predict"):
-            with self.recorder.paused(), torch._C.DisableTorchFunction():
+            with self.recorder.paused(), DisableTorchFunction():
                 self.recorder.kept = attempt(lambda: self.find_kept(steps, pl_module)).value or ()
 
     def find_kept(self, steps: range, module: LightningModule) -> tuple[Kept, ...]:
@@ -447,7 +449,7 @@ class PhaseMarkerMixin:
         lines: dict[Holder, Counter[str]] = {}
         graphs, missing = set(), self.recorder.left_by(steps)
         for holder, thing, _, in_graph in holdings(roots_of(module)):
-            address = thing.untyped_storage()._cdata if isinstance(thing, torch.Tensor) else 0
+            address = port.storage_id(thing.untyped_storage()) if isinstance(thing, torch.Tensor) else 0
             if address in missing:
                 nbytes, line = missing.pop(address)
                 lines.setdefault(holder, Counter())[line] += nbytes

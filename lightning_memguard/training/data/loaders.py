@@ -14,11 +14,11 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from lightning_memguard.core.decision.decision import LimitedBy, largest_that
 from lightning_memguard.core.simulation.fake import fake_copy
+from lightning_memguard.core.torch_port import FakeTensorMode
 from lightning_memguard.errors import CannotTraceError
 from lightning_memguard.training.adapter import loader_access, stand_ins
 from lightning_memguard.training.adapter.loader_access import hyperparameters_of

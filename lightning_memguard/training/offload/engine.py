@@ -8,6 +8,7 @@ parameter.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import weakref
 from collections import deque
@@ -16,11 +17,12 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from typing_extensions import Self
 
-from lightning_memguard.core.foreign import gaps
+from lightning_memguard.core import torch_port as port
+from lightning_memguard.core.foreign import gaps, reason_of
 from lightning_memguard.core.isolation.pool import in_child
+from lightning_memguard.core.torch_port import FakeTensor
 from lightning_memguard.training.offload import hooks
 from lightning_memguard.training.offload.saved import Copy, Kept, Layout, Moved, is_small, layout_of
 from lightning_memguard.training.offload.tiers import File, Host, Place, folder, laid_over
@@ -82,7 +84,11 @@ class Offload:
         return self._packer.trouble
 
     def __enter__(self) -> Self:
-        self.refused = self._gaps or self._packer.survey(self.module) or hooks.put_on(self._pair)
+        try:
+            _ask_first()
+            self.refused = self._gaps or self._packer.survey(self.module) or hooks.put_on(self._pair)
+        except Exception as error:  # noqa: BLE001 - a torch that has moved a name: the step goes on
+            self.refused = reason_of(error)
         self._entered.append(not self.refused)
         if not self.refused:
             self._packer.begin(self.keep_bytes)
@@ -99,6 +105,15 @@ class Offload:
     def close(self) -> None:
         """Release files and host memory, as soon as no backward pass needs them."""
         self._packer.hosts, self._packer.files = {}, {}
+
+
+@functools.cache
+def _ask_first() -> None:
+    """Ask once outside of a step what is asked of each tensor inside, where nothing may raise."""
+    result = torch.ones(1, device="cpu", requires_grad=True).exp()
+    for ask in (port.version_of, port.base_of, port.is_view, port.has_no_memory, port.negated):
+        ask(result)
+    port.sequence_number(result.grad_fn)
 
 
 def offload_activations(module: nn.Module, keep_bytes: int = 0) -> Offload:
@@ -164,7 +179,7 @@ class _Packer:
             is_fake |= kind is FakeTensor
             if kind in _PLAIN and tensor.layout is torch.strided:
                 storage = tensor.untyped_storage()
-                self.stay[storage._cdata] = weakref.ref(storage)
+                self.stay[port.storage_id(storage)] = weakref.ref(storage)
             for name, value in tensor.__dict__.items():
                 if name == "main_grad" or (isinstance(value, Tensor) and kind in _PLAIN and name not in _OF_FAKES):
                     return f"a parameter has a tensor as its attribute {name}, which a backward pass may ask for"
@@ -201,16 +216,16 @@ class _Packer:
             return Kept(tensor)
         if self.gone:
             self._forget()
-        base, storage = tensor._base, tensor.untyped_storage()
+        base, storage = port.base_of(tensor), tensor.untyped_storage()
         owner = tensor if base is None else base
-        if storage._cdata in self.kept or self._stays(owner, storage) or self._fits(storage):
+        if port.storage_id(storage) in self.kept or self._stays(owner, storage) or self._fits(storage):
             return Kept(tensor, node)
         copy = self._copy(tensor, storage, owner)
         return Kept(tensor, node) if copy is None else Moved(tensor, copy, node)
 
     def _stays(self, owner: Tensor, storage: torch.UntypedStorage) -> bool:
         """Whether a storage is held anyway, moving or not: of parameters and buffers, or not on the device."""
-        known, kind = self.stay.get(storage._cdata), type(owner)
+        known, kind = self.stay.get(port.storage_id(storage)), type(owner)
         if known is not None and known() is storage:
             return True
         if kind is nn.Parameter or (kind is FakeTensor and getattr(owner, "_is_param", False)):
@@ -231,7 +246,7 @@ class _Packer:
 
     def _keep(self, storage: torch.UntypedStorage) -> None:
         """Count a storage that stays, as long as it lives."""
-        address, nbytes, gone = storage._cdata, storage.nbytes(), self.gone
+        address, nbytes, gone = port.storage_id(storage), storage.nbytes(), self.gone
         self.kept[address] = weakref.ref(storage, lambda _: gone.append((address, nbytes)))
         self.kept_bytes += nbytes
         self.most_kept_bytes = max(self.most_kept_bytes, self.kept_bytes)
@@ -245,16 +260,16 @@ class _Packer:
 
     def _copy(self, tensor: Tensor, storage: torch.UntypedStorage, owner: Tensor) -> Copy | None:
         """Return the copy of what a tensor shows; None if it cannot be moved."""
-        key: object = storage._cdata
+        key: object = port.storage_id(storage)
         found, layout = self._known(key, tensor, storage, owner), None
         if found is None and is_small(tensor, storage.nbytes()):
             layout = layout_of(tensor)
-            key = storage._cdata, *layout
+            key = port.storage_id(storage), *layout
             found = self._known(key, tensor, storage, owner)
         device = tensor.device
         if found is not None:
             return found
-        if tensor.is_quantized or tensor.is_nested or tensor._is_zerotensor() or device.type == "meta":
+        if tensor.is_quantized or tensor.is_nested or port.has_no_memory(tensor) or device.type == "meta":
             return None
         if device not in self.nothing:
             self.nothing[device] = torch.empty(0, device=device)
@@ -272,7 +287,7 @@ class _Packer:
     def _known(self, key: object, tensor: Tensor, storage: torch.UntypedStorage, owner: Tensor) -> Copy | None:
         reference = self.copies.get(key)
         copy = None if reference is None else reference()
-        return copy if copy is not None and copy.is_of(storage, owner, tensor._version) else None
+        return copy if copy is not None and copy.is_of(storage, owner, port.version_of(tensor)) else None
 
     def _moved(self, content: torch.UntypedStorage, device: torch.device, *, is_fake: bool) -> Place:
         key, place = (device, is_fake), None

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from lightning_memguard.core.foreign import patched
+from lightning_memguard.core import torch_port as port
 from lightning_memguard.core.simulation.backward import hooks_of_saved_tensors
 
 Pair = tuple[Callable[[torch.Tensor], object], Callable[[Any], Any]]
@@ -24,11 +24,13 @@ def put_on(pair: Pair) -> str:
     """Put hooks on in this thread; the result says why they are not: others are on, or forbidden."""
     if hooks_of_saved_tensors() is not None:
         return "other saved-tensor hooks are on already, which would no longer see any tensor"
-    try:
-        torch._C._autograd._push_saved_tensors_default_hooks(*pair)
-    except RuntimeError as error:  # the words of the one who forbids them
-        return f"saved-tensor hooks are forbidden here: {error}"
+    push, _ = port.putting_of_saved_hooks()
     _yielding.begin(pair)
+    try:
+        push(*pair)
+    except RuntimeError as error:  # the words of the one who forbids them
+        _yielding.end(pair)
+        return f"saved-tensor hooks are forbidden here: {error}"
     return ""
 
 
@@ -36,15 +38,16 @@ def take_off(pair: Pair) -> None:
     """Take hooks off; hooks that the user put on after them, and left, stay on."""
     if _yielding.end(pair):
         return
+    push, pop = port.putting_of_saved_hooks()
     others, top = list[Pair](), hooks_of_saved_tensors()
     while top is not None:
-        torch._C._autograd._pop_saved_tensors_default_hooks()
+        pop()
         if top[0] is pair[0]:
             break
         others.append(top)
         top = hooks_of_saved_tensors()
     for other in reversed(others):
-        torch._C._autograd._push_saved_tensors_default_hooks(*other)
+        push(*other)
 
 
 class _Yielding:
@@ -58,10 +61,8 @@ class _Yielding:
     def begin(self, pair: Pair) -> None:
         with self.lock:
             if not self.on:
-                autograd = torch._C._autograd
-                self.disable, self.enable = autograd._saved_tensors_hooks_disable, autograd._saved_tensors_hooks_enable
-                ours = {"_saved_tensors_hooks_disable": self._disable, "_saved_tensors_hooks_enable": self._enable}
-                self.patches.enter_context(patched(autograd, **ours))
+                self.disable, self.enable = port.forbidding_of_saved_hooks()
+                self.patches.enter_context(port.saved_hooks_forbidden_by(self._disable, self._enable))
             self.on.append(pair)
 
     def end(self, pair: Pair) -> bool:
@@ -78,7 +79,7 @@ class _Yielding:
         top = hooks_of_saved_tensors()
         ours = [pair for pair in self.on if fail_if_non_empty and top is not None and pair[0] is top[0]]
         if ours:
-            torch._C._autograd._pop_saved_tensors_default_hooks()
+            port.putting_of_saved_hooks()[1]()
             self.here.popped = [*getattr(self.here, "popped", []), ours[0]]
         self.disable(message, fail_if_non_empty)
 
@@ -86,7 +87,7 @@ class _Yielding:
         self.enable()
         popped, self.here.popped = getattr(self.here, "popped", []), []
         for pair in popped:
-            torch._C._autograd._push_saved_tensors_default_hooks(*pair)
+            port.putting_of_saved_hooks()[0](*pair)
 
 
 _yielding = _Yielding()

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_memguard.core import torch_port as port
 from lightning_memguard.training.offload.tiers import Place, laid_over
 
 _ALIGNED_BYTES = 512  # blocks of the CUDA allocator begin there, and kernels choose their loads by it
@@ -25,7 +26,7 @@ class Kept:
     __slots__ = ("origin", "tensor", "version")
 
     def __init__(self, tensor: Tensor, node: Any = None) -> None:
-        self.version: int = tensor._version
+        self.version: int = port.version_of(tensor)
         if node is None:  # a leaf, held itself as autograd does: its data may be replaced
             self.tensor, self.origin = tensor, None
         else:  # maybe the node's own result, which refers to it: a cycle through C++, which Python cannot collect
@@ -34,8 +35,8 @@ class Kept:
     def restored(self) -> Tensor:
         """Return the tensor."""
         found = self.tensor
-        if found._version != self.version:
-            raise _modified(found.dtype, found.device, found.shape, (found._version, self.version), self.origin)
+        if port.version_of(found) != self.version:
+            raise _modified(found.dtype, found.device, found.shape, (port.version_of(found), self.version), self.origin)
         return found
 
 
@@ -54,7 +55,12 @@ class Copy:
     def __init__(
         self, tensor: Tensor, storage: torch.UntypedStorage, owner: Tensor, layout: Layout | None, nothing: Tensor
     ) -> None:
-        self.device, self.version, self.owner, self.layout = tensor.device, tensor._version, weakref.ref(owner), layout
+        self.device, self.version, self.owner, self.layout = (
+            tensor.device,
+            port.version_of(tensor),
+            weakref.ref(owner),
+            layout,
+        )
         self.live, self.begins, self.nbytes = weakref.ref(storage), 0, storage.nbytes()
         self.witness = tensor.detach()  # shares the version counter, and from the next line on no memory
         self.witness.data = nothing
@@ -63,7 +69,7 @@ class Copy:
     def is_of(self, storage: torch.UntypedStorage, owner: Tensor, version: int) -> bool:
         """Whether it holds what a tensor shows now."""
         is_same = self.version == version and self.live() is storage and self.owner() is owner
-        return is_same and self.witness._version == version
+        return is_same and port.version_of(self.witness) == version
 
     def storage(self) -> torch.UntypedStorage:
         """Return a storage with the bytes, of which ``begins`` says where it begins."""
@@ -102,7 +108,7 @@ class Moved:
     def restored(self) -> Tensor:
         """Return the tensor, which shares its version counter with the original."""
         copy, (dtype, shape, stride, offset) = self.copy, self.layout
-        now = copy.witness._version
+        now = port.version_of(copy.witness)
         if now != copy.version:
             raise _modified(dtype, copy.device, shape, (now, copy.version), self.origin)
         storage = copy.storage()
@@ -110,7 +116,7 @@ class Moved:
         if self.is_conj:
             found = torch.conj(found)
         if self.is_neg:
-            found = torch._neg_view(found)
+            found = port.negated(found)
         tensor = copy.witness.detach()
         tensor.data = found
         return tensor
@@ -151,14 +157,14 @@ _Origin = tuple[weakref.ref[Tensor], str, int, int, bool]
 
 
 def _origin(tensor: Tensor, node: Any) -> _Origin:
-    return weakref.ref(tensor), node.name(), node._sequence_nr(), tensor.output_nr, tensor._is_view()
+    return weakref.ref(tensor), node.name(), port.sequence_number(node), tensor.output_nr, port.is_view(tensor)
 
 
 def _source(origin: _Origin) -> tuple[str, int]:
     """The node that autograd names, and which of its results the tensor is to it."""
     original, name, number, place, is_view = origin[0](), *origin[1:]
-    asking: Any = torch._C._current_autograd_node()
-    if asking is not None and asking._sequence_nr() == number:
+    asking: Any = port.running_node()
+    if asking is not None and port.sequence_number(asking) == number:
         return asking.name(), place  # which saved its own result
     if original is not None and original.grad_fn is not None:
         return original.grad_fn.name(), 0  # the last one to write
@@ -198,7 +204,7 @@ def _words() -> str:
         node: Any = result.grad_fn
         result.add_(1)
         try:
-            said.append(str(node._saved_result))
+            said.append(str(port.saved_by(node, "result")))
         except RuntimeError as error:
             said.append(str(error))
 

@@ -12,7 +12,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_memguard.core.batch.batches import Batches
 from lightning_memguard.core.batch.nesting import is_dense, tensors_in
@@ -32,6 +31,7 @@ from lightning_memguard.core.replay.learned import Learned
 from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.core.simulation.fake import storage_address
 from lightning_memguard.core.simulation.fake_cuda import gpu_of
+from lightning_memguard.core.torch_port import AnyBatchNorm
 from lightning_memguard.core.trace.growth import grow
 from lightning_memguard.core.trace.kept import Kept, fit_kept
 from lightning_memguard.core.trace.trace import OPTIONAL_PARTS, WORTH_A_NOTE, Trace
@@ -582,7 +582,7 @@ def read_run(reader: RunReader) -> Reading:
             was_set=was_set,
         ),
         reader.budget,
-        avoids_single_sample=any(isinstance(each, _BatchNorm) for each in module.modules()),
+        avoids_single_sample=any(isinstance(each, AnyBatchNorm) for each in module.modules()),
         notes=samples.notes,
         process_bytes=reader.process_bytes,
         workers=workers,

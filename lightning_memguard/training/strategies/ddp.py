@@ -21,11 +21,10 @@ from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, cast
 
 import torch
 from torch import nn
-from torch.autograd import Variable
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from lightning_memguard.core import torch_port as port
 from lightning_memguard.core.capture.recorder import Recorder
+from lightning_memguard.core.torch_port import AnyBatchNorm, tree_flatten, tree_unflatten
 from lightning_memguard.training.facts.lightning_types import is_a
 from lightning_memguard.units import MIB
 
@@ -123,13 +122,13 @@ def _exchange_statistics(module_copy: nn.Module, ranks: int, recorder: Recorder)
     """
 
     def gather(module: nn.Module, _: object, output: torch.Tensor) -> None:
-        if module.training and isinstance(module, _BatchNorm):
+        if module.training and isinstance(module, AnyBatchNorm):
             joined = 2 * module.num_features + 1
             taken = [output.new_empty(joined * count, dtype=torch.float32) for count in (1, ranks)]
             recorder.label(taken, "communication")
 
     for module in module_copy.modules():
-        if isinstance(module, _BatchNorm):
+        if isinstance(module, AnyBatchNorm):
             module.register_forward_hook(gather)
 
 
@@ -203,17 +202,7 @@ def later_buckets(
     arguments: Arguments, parameters: Sequence[torch.Tensor], sparse: Sequence[bool], ready: Sequence[int]
 ) -> list[list[int]]:
     """The buckets that DDP goes on with, once it knows in which order gradients are ready."""
-    return _partition([parameters[index] for index in ready], arguments.bucket_bytes, sparse, ready)
-
-
-def _partition(
-    tensors: Sequence[torch.Tensor], limits: Sequence[int], sparse: Sequence[bool] = (), order: Sequence[int] = ()
-) -> list[list[int]]:
-    # Private: what DistributedDataParallel itself calls. Checked on torch 2.13. Not every torch is built with it.
-    from torch._C._distributed_c10d import _compute_bucket_assignment_by_size
-
-    buckets, _ = _compute_bucket_assignment_by_size(list(tensors), list(limits), list(sparse), list(order))
-    return [list(bucket) for bucket in buckets]
+    return port.ddp_buckets([parameters[index] for index in ready], arguments.bucket_bytes, sparse, ready)
 
 
 class _Wrapper:
@@ -242,7 +231,7 @@ class _Wrapper:
             # have a sparse gradient have none in memory
             are_kept = arguments.bucket_bytes_are_listed or arguments.finds_unused
             limits = arguments.bucket_bytes if are_kept else (sys.maxsize,)
-            self._make_buckets(_partition(self.parameters, limits, self.sparse)[::-1])
+            self._make_buckets(port.ddp_buckets(self.parameters, limits, self.sparse)[::-1])
             # of the parameters that had a gradient: one on the host and one on the device
             needed = arguments.find_unused_parameters or arguments.static_graph
             devices = (torch.device("cpu"), self.parameters[0].device) if needed else ()
@@ -318,7 +307,7 @@ class _Wrapper:
         """The first node of a static graph's first backward pass: everything is reduced when that pass has ended."""
         if self.arguments.static_graph and not self.delayed:
             self.delayed = True
-            Variable._execution_engine.queue_callback(self._reduce_all)
+            port.after_backward(self._reduce_all)
 
     def after_manual_backward(self) -> None:
         """A static graph's first backward pass inside the step, before any sink (`DDPStrategy.post_backward`)."""
@@ -365,7 +354,7 @@ class _Wrapper:
 def _broadcast(tensors: list[torch.Tensor], recorder: Recorder) -> None:
     """Flatten tensors into a few large ones, two of which are in flight at once."""
     in_flight: deque[torch.Tensor] = deque()
-    for group in _partition(tensors, [_BROADCAST_BYTES]) if tensors else []:
+    for group in port.ddp_buckets(tensors, [_BROADCAST_BYTES]) if tensors else []:
         if len(in_flight) == _BROADCASTS_IN_FLIGHT:
             in_flight.popleft()
         members = [tensors[index] for index in group]

@@ -24,13 +24,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import tree_leaves
 
+from lightning_memguard.core import torch_port as port
 from lightning_memguard.core.capture.recorder import Recorder
 from lightning_memguard.core.foreign import nothing, patched
 from lightning_memguard.core.simulation import one_rank
 from lightning_memguard.core.simulation.constants import known_value
+from lightning_memguard.core.torch_port import FakeTensor, tree_leaves
 from lightning_memguard.errors import CannotTraceError
 
 if TYPE_CHECKING:
@@ -98,8 +98,8 @@ def deepspeed_on_fakes(ranks: int) -> Iterator[None]:
         patched(_part("accelerator.real_accelerator"), ds_accelerator=None),
         patched(groups, mesh_device=None, **made),
         patched(_part("utils.nvtx"), enable_nvtx=False),
-        patched(torch._C, _will_engine_execute_node=lambda _: True),  # it knows of no walked backward pass
-        patched(nn.Module, _apply=_apply_in_place),
+        port.nodes_all_run(),  # it knows of no walked backward pass
+        port.applied_by(_apply_in_place),
         patched(nn.functional, linear=nn.functional.linear),  # ZeRO 3 leaves its own there
         patched(FakeTensor, **{name: _without_overflow(name) for name in _READS}),
         without_kernels(),
@@ -128,7 +128,8 @@ def _apply_in_place(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: 
     for each in module.modules() if recurse else (module,):
         for parameter in each.parameters(recurse=False):
             parameter.data = fn(parameter.data)
-        each._buffers.update({name: fn(buffer) for name, buffer in each._buffers.items() if buffer is not None})
+        buffers = port.buffers_of(each)
+        buffers.update({name: fn(buffer) for name, buffer in buffers.items() if buffer is not None})
     return module
 
 

@@ -26,7 +26,7 @@ from lightning_memguard.training.strategies import ddp
 from lightning_memguard.training.strategies.sharded import CAPTURED, Layout, refuse_sharded
 
 if TYPE_CHECKING:
-    from torch._subclasses.fake_tensor import FakeTensorMode
+    from lightning_memguard.core.torch_port import FakeTensorMode
 
 _PACKAGES = ("lightning.fabric", "lightning_fabric")
 _NAMES = ("ddp", "fsdp")

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from lightning_memguard.core import torch_port as port
 from lightning_memguard.core.foreign import nothing
 from lightning_memguard.core.simulation.one_rank import one_rank_of
 from lightning_memguard.errors import CannotTraceError
@@ -154,7 +155,7 @@ def refuse_sharded(module: nn.Module) -> None:
         CannotTraceError: it is.
     """
     for each in module.modules():
-        own = each._parameters.values()
+        own = port.parameters_of(each).values()
         if is_a(each, "FullyShardedDataParallel", "FSDPModule") or any(is_a(one, "DTensor") for one in own):
             raise CannotTraceError("its parameters are sharded already, as an earlier run has left them")
 

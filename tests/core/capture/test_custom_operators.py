@@ -12,6 +12,8 @@ from lightning_memguard.core.capture.capture import capture_here
 from lightning_memguard.core.capture.program import LoopProgram
 from lightning_memguard.core.trace.trace import Trace
 
+pytestmark = pytest.mark.exact
+
 
 @torch.library.custom_op("memguard_tests::repeat_and_sum", mutates_args=())
 def repeat_and_sum(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -38,6 +38,8 @@ from lightning_memguard.core.trace.scratch import CudaTarget
 from lightning_memguard.core.trace.trace import Trace
 from lightning_memguard.errors import CannotTraceError
 
+pytestmark = pytest.mark.exact
+
 CPU = torch.device("cpu")
 
 

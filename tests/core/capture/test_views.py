@@ -10,6 +10,8 @@ from lightning_memguard.core.batch.batches import batches_from_one
 from lightning_memguard.core.capture.capture import capture_here
 from lightning_memguard.core.capture.program import LoopProgram
 
+pytestmark = pytest.mark.exact
+
 
 class Decayed(nn.Module):
     """As prototypes and codebooks are updated."""

@@ -13,6 +13,8 @@ from lightning_memguard.core.capture.recorder import Recorder, watching
 from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.core.trace.work import CONVOLUTION, Work
 
+pytestmark = pytest.mark.exact
+
 
 def works_of(run, *tensors):
     """The work of a few operators, forward and, for tensors that require gradients, backward."""

@@ -23,6 +23,8 @@ from lightning_memguard.core.simulation.fake import by_name
 from lightning_memguard.core.trace.scratch import CpuTarget
 from lightning_memguard.core.trace.trace import moments_of
 
+pytestmark = pytest.mark.exact
+
 aten = torch.ops.aten
 BF16, F16, F64 = torch.bfloat16, torch.float16, torch.float64
 ASKED = pytest.mark.skipif(onednn.library() is None, reason="oneDNN inside this build of PyTorch cannot be asked")

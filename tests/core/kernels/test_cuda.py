@@ -14,6 +14,8 @@ from lightning_memguard.core.range import NOTHING, Range
 from lightning_memguard.core.simulation.fake import by_name
 from lightning_memguard.core.trace.scratch import NONE, CudaTarget, Plans, Scratch
 
+pytestmark = pytest.mark.exact
+
 H200 = CudaTarget((9, 0), 132)
 T4 = CudaTarget((7, 5), 40)
 

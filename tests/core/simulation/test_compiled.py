@@ -27,6 +27,8 @@ from lightning_memguard.core.trace.growth import grow
 from lightning_memguard.core.trace.trace import Event, Trace
 from lightning_memguard.training.planning.search import largest_that_runs
 
+pytestmark = pytest.mark.exact
+
 CPU = torch.device("cpu")
 MIB = 1 << 20
 

@@ -619,40 +619,6 @@ def test_what_makes_a_tensor_or_writes_a_real_or_known_one_has_to_run(mode):
 # Canaries: private names of torch. When one of these dies, PyTorch changed what core/ or training/step.py leans on.
 
 
-def test_canary_the_number_of_the_running_backward_pass():
-    seen = []
-    x = torch.ones(2, requires_grad=True)
-    x.register_hook(lambda _: seen.append(torch._C._current_graph_task_id()))
-    x.sum().backward()
-    x.sum().backward()
-    assert torch._C._current_graph_task_id() == -1
-    assert seen[0] >= 0
-    assert seen[1] not in (seen[0], -1)
-
-
-def test_canary_modules_move_by_apply():
-    asked = []
-
-    class Spy(nn.Linear):
-        def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
-            asked.append(fn(torch.zeros(1)).dtype)
-            return super()._apply(fn, recurse)
-
-    nn.Sequential(Spy(2, 2)).to(torch.float16)
-    assert asked == [torch.float16]
-
-
-def test_canary_a_gradient_scaler_steps_by_maybe_opt_step():
-    weight = nn.Parameter(torch.ones(1))
-    optimizer = torch.optim.SGD([weight], lr=0.1)
-    scaler = torch.amp.GradScaler("cpu")
-    asked = []
-    scaler._maybe_opt_step = lambda optimizer, state, *args, **kwargs: asked.append((optimizer, args, kwargs))
-    scaler.scale(weight.sum()).backward()
-    scaler.step(optimizer, "closure")
-    assert asked == [(optimizer, ("closure",), {})]
-
-
 def test_canary_a_fake_tensors_own_constant_can_be_turned_off():
     with FakeTensorMode():
         constant = torch.tensor(2.5).constant
@@ -673,12 +639,6 @@ def test_canary_a_parameter_is_deep_copied_by_clone():
     with Watch():
         copy.deepcopy(nn.Parameter(torch.ones(1)))
     assert torch._C.TensorBase.clone in calls
-
-
-def test_canary_a_storage_has_one_address_however_it_is_reached():
-    x = torch.ones(4)
-    assert x.untyped_storage()._cdata == x[1:].untyped_storage()._cdata == x.detach().untyped_storage()._cdata
-    assert x.untyped_storage()._cdata != x.clone().untyped_storage()._cdata
 
 
 _AFTER_DTENSOR = """

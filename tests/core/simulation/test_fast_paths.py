@@ -8,6 +8,8 @@ from torch import nn
 
 from lightning_memguard import estimate
 
+pytestmark = pytest.mark.exact
+
 
 @pytest.mark.parametrize(("make", "fused"), [(lambda: layer(64, 4), True), (lambda: layer(48, 4), False)])
 def test_an_encoder_layer_in_evaluation(make: Callable[[], nn.Module], fused: bool) -> None:

@@ -19,6 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_memguard.core.capture.recorder import Recorder
 from lightning_memguard.core.simulation import mkldnn_lstm
 
+pytestmark = pytest.mark.exact
+
 FORWARD = torch.ops.aten.mkldnn_rnn_layer.default
 
 ONEDNN = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch was built without oneDNN")

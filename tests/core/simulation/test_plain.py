@@ -20,6 +20,8 @@ from lightning_memguard.core.capture.program import tensors
 from lightning_memguard.core.capture.recorder import Recorder, watching
 from lightning_memguard.core.simulation.fake import fake_copy
 
+pytestmark = pytest.mark.exact
+
 COLUMNS = torch.zeros(40, 30, dtype=torch.long)
 ROWS = torch.tensor([0, 2, 2])
 ONES, MASK = torch.ones(40, 50), torch.ones(40, 50, dtype=torch.bool)

@@ -724,4 +724,4 @@ def test_without_a_private_name_nothing_moves(monkeypatch):
     offload = Offload(NOWHERE)
     with offload:
         assert depth() == 0
-    assert "torch._neg_view, which MemGuard needs to keep saved activations elsewhere" in offload.refused
+    assert "torch._neg_view, which MemGuard needs to mark a tensor as negated" in offload.refused

@@ -15,6 +15,8 @@ from lightning_memguard.core.decision.decision import Decision
 from lightning_memguard.training.data.set_sizes import _passes_size, is_kept_as_one, sets_its_size
 from lightning_memguard.units import KIB
 
+pytestmark = pytest.mark.contract
+
 SETTINGS: Any = {"batch_size": 1}
 
 

@@ -24,6 +24,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_memguard import MemGuard
 
+pytestmark = pytest.mark.contract
+
 
 class Augmented(Dataset[tuple[torch.Tensor, torch.Tensor]]):
     """Draws from every random generator a dataset may use, its own included, and counts its reads."""

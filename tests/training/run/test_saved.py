@@ -12,6 +12,8 @@ from lightning_memguard import MemGuard
 from lightning_memguard.units import MIB
 from tests.training.quiet import quiet_trainer
 
+pytestmark = pytest.mark.contract
+
 
 class Net(pl.LightningModule):
     """4 MiB of weights."""
