@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 from lightning_memguard.core.replay.footprint import Footprint
-from lightning_memguard.core.replay.replay import Retries
+from lightning_memguard.core.replay.recurring import Retries
 from lightning_memguard.core.shown import Shown
 from lightning_memguard.core.trace.kept import Kept, RunsOut
 from lightning_memguard.core.trace.scratch import up
