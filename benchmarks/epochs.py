@@ -9,15 +9,15 @@ code that repeats a step: what a step leaves is freed when the next one frees it
 """
 
 import argparse
+import contextlib
 import random
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
-from torch import nn
 
-from length_grid import CASES, Case, own_token
+from length_grid import CASES, Case
 from lightning_memguard.core.batch.batches import batches_from_one
 from lightning_memguard.core.capture.capture import Captures, capture
 from lightning_memguard.core.capture.lengths import ShapeSurveyor
@@ -32,7 +32,6 @@ from lightning_memguard.training.planning.target import Target, target_of
 SAMPLES, LENGTHS, STEPS = 16, (64, 512), 40
 MIB = 2**20
 SETTINGS = {"default": AllocatorSettings(), "expandable": AllocatorSettings(expandable_segments=True)}
-assert nn and own_token  # models of length_grid
 
 
 def program_of(case: Case, target: Target, length: int) -> LoopProgram:
@@ -44,50 +43,28 @@ def program_of(case: Case, target: Target, length: int) -> LoopProgram:
 def one_after_another(traces: list[Trace]) -> Iterator[list[Event]]:
     """The steps of separate captures as one run: of the first all, of each other its last step.
 
-    What a step leaves is known by its place among the blocks that the trace frees at its end, and freed where the last
-    step of the next trace frees the block at that place that was left to it.
+    A step leaves what is no temporary, in the order that it was allocated; the next one frees it by its own order.
     """
     block, left = 1_000_000, list[int]()
-    for place, trace in enumerate(traces):
+    for trace in traces:
         events = trace.only("point").events
-        last = max(event.step for event in events)
-        end = max(at for at, event in enumerate(events) if event.action == "alloc") + 1
+        end = 1 + max(at for at, event in enumerate(events) if event.action == "alloc")
+        last = events[end - 1].step
         begin = next(at for at, event in enumerate(events) if event.step == last)
-        made = {event.block for event in events[begin:end] if event.action == "alloc"}
-        stays = [event.block for event in events[end:] if event.block in made]
-        takes = [event.block for event in events[begin:end] if event.action == "free" and event.block not in made]
-        names, run = dict[int, int](), list[Event]()
-        if place:
-            order = _in_order_of(traces, place)
-            names = {gone: left[at] for gone, at in order.items() if at < len(left)}
-        assert len(takes) <= len(stays), "a step frees more than it leaves"
-        for event in events[:end] if not place else events[begin:end]:
+        age = {event.block: at for at, event in enumerate(events[:end]) if event.action == "alloc"}
+        rest = [event for event in events[end:] if age[event.block] >= begin]
+        stays = sorted((each.block for each in rest if each.part != "temporaries"), key=age.__getitem__)
+        frees = [each.block for each in events[begin:end] if each.action == "free"]
+        takes = sorted((each for each in frees if age[each] < begin), key=age.__getitem__)
+        assert len(takes) == len(stays), f"{len(takes)} blocks are freed of the step before, and {len(stays)} left"
+        names = dict(zip(takes, left, strict=True)) if left else {}
+        run = list[Event]()
+        for event in events[begin:end] if left else events[:end]:
             if event.action == "alloc":
                 names[event.block], block = block, block + 1
-            if event.block in names:
-                run.append(event._replace(block=names[event.block]))
-        freed = [each for each in stays[len(takes) :]] if len(stays) > len(takes) else []
-        run += [Event("free", names[each], 0) for each in freed]
-        left = [names[each] for each in stays if each not in freed]
-        yield run
-
-
-def _in_order_of(traces: list[Trace], place: int) -> dict[int, int]:
-    """Of the blocks that a last step frees of the step before, the place of each among those that such a step leaves."""
-    events = traces[place].only("point").events
-    last = max(event.step for event in events)
-    end = max(at for at, event in enumerate(events) if event.action == "alloc") + 1
-    before = [event for event in events[:end] if event.step == last - 1]
-    own = [event for event in events[:end] if event.step == last]
-    made = {event.block for event in own if event.action == "alloc"}
-    asked = {event.block: at for at, event in enumerate(each for each in before if each.action == "alloc")}
-    now = {event.block: at for at, event in enumerate(each for each in own if each.action == "alloc")}
-    stays = [event.block for event in events[end:] if event.block in made]
-    rank = {block: at for at, block in enumerate(sorted(stays, key=now.__getitem__))}
-    gone = [event.block for event in own if event.action == "free" and event.block not in made]
-    by_age = sorted((each for each in gone if each in asked), key=asked.__getitem__)
-    in_age = sorted(stays, key=rank.__getitem__)
-    return {block: stays.index(in_age[at]) for at, block in enumerate(by_age) if at < len(in_age)}
+            run.append(event._replace(block=names[event.block]))
+        yield [*run, *(each._replace(block=names[each.block]) for each in rest if each.part == "temporaries")]
+        left = [names[each] for each in stays]
 
 
 def compare(case: Case, target: Target, seed: int) -> str:
@@ -133,10 +110,8 @@ def main() -> None:
     torch.set_num_threads(1)
     print(f"{STEPS} steps of {SAMPLES} samples, lengths {LENGTHS}; reserved, fast / captured one by one")
     for name in options.cases or CASES:
-        try:
+        with contextlib.suppress(CannotTraceError):
             print(f"{name:32} {compare(CASES[name], target, options.seed)}", flush=True)
-        except CannotTraceError as error:
-            print(f"{name:32} not known: {error}", flush=True)
 
 
 if __name__ == "__main__":
