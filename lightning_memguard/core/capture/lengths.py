@@ -138,6 +138,8 @@ class ShapeSurveyor:
             return ShapeTraces({length: self._growth_at(length) for length in wanted})
         known = {wanted[-1]: self._growth_at(wanted[-1])}
         found = ShapeTraces({}, tuple(self._regions(wanted[0], wanted[-1], known, _MOST_HALVED)))
+        if not found.regions:
+            raise CannotTraceError("the step runs differently at many of these lengths")
         predicted, captured = found.at(Shape(self.sizes[-1], wanted[-1])), known[wanted[-1]].template
         if abs(_allocated(predicted) / _allocated(captured) - 1) > _NEAR:
             raise CannotTraceError(f"what the step allocates at length {wanted[-1]} does not follow from other lengths")
@@ -146,7 +148,7 @@ class ShapeSurveyor:
     def _regions(
         self, shortest: int, longest: int, known: dict[int, Growth], halved: int
     ) -> list[tuple[int, ShapeGrowth]]:
-        """Fit the step between two lengths; if it runs differently at some of them, in two parts."""
+        """Fit the step between two lengths; if it runs differently at some of them, in parts, where these can be."""
         points = _spread(shortest, longest)
         for length in points:
             if length not in known:
@@ -156,7 +158,7 @@ class ShapeSurveyor:
         except CannotTraceError:
             middle = math.isqrt(shortest * longest)
             if not halved or middle - shortest < LEAST_LENGTHS:
-                raise
+                return []  # the next region stands in for it
             first = self._regions(shortest, middle, known, halved - 1)
             return [*first, *self._regions(middle, longest, known, halved - 1)]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -83,11 +83,9 @@ def batch_sizes(
 ) -> dict[int, int]:
     """Find the largest batch size that fits at each length.
 
-    Text, speech and sets differ in length from batch to batch, and memory grows with samples times length, or with
-    samples times its square. The sizes are what a `lightning_memguard.LengthBatchSampler` takes.
-
-    A GPU's cache keeps the blocks of earlier lengths: if over an epoch of these sizes it fills the budget and is
-    released, or a step fails, a warning says so, and what avoids it.
+    Memory grows with samples times length, or with samples times its square. The sizes are what a
+    `lightning_memguard.LengthBatchSampler` takes. A warning says if a GPU's cache, which keeps the blocks of other
+    lengths, would fill the budget over an epoch of these, and what avoids that.
 
     Args:
         model: a LightningModule, or any ``nn.Module`` with ``step`` and ``optimizer``; as `lightning_memguard.estimate`
@@ -141,16 +139,20 @@ def batch_sizes(
         subject = on_ranks(subject, strategy, devices, num_nodes)
     limits = Limits(margin, None if budget is None else parse_bytes(budget), max_batch_size=max_batch_size)
     found = largest_at_lengths(subject, wanted, device, limits, batch_at)
-    for note in target_of(device).notes:
-        warn(f"batch_sizes: {note}.", stacklevel=2)
     if found[0].too_large and not any(each.largest for each in found):
         raise found[0].too_large.led_by(f"At length {wanted[0]}, the shortest, not even one sample fits.")
+    for warning in _warnings_of(subject, found, device, batch_at):
+        warn(f"batch_sizes: {warning}", stacklevel=2)
+    return {each.length: each.batch_size for each in found}
+
+
+def _warnings_of(subject: Subject, found: Sequence[AtLength], device: str, batch_at: BatchOfLength) -> Iterator[str]:
+    """Say what is assumed, and what goes wrong over an epoch of these sizes, as far as that is known."""
+    yield from (f"{note}." for note in target_of(device).notes)
     with suppress(CannotTraceError):
         epoch = epoch_at_sizes(subject, found, device, batch_at)
         if epoch and (epoch.run.retries or not epoch.fits):
-            remedy = f" To avoid it, {epoch.remedy.how}." if epoch.remedy else ""
-            warn(f"batch_sizes: {epoch.text}.{remedy}", stacklevel=2)
-    return {each.length: each.batch_size for each in found}
+            yield f"{epoch.text}.{f' To avoid it, {epoch.remedy.how}.' if epoch.remedy else ''}"
 
 
 def largest_at_lengths(
