@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lightning_memguard.cli.options import whole_number
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
     from lightning_memguard.training.planning.subject import Subject
 
 _OF_OTHERS = ("target", "config", "args", "input_shape", "target_shape", "input", "datamodule", "loss", "strategy")
-_OWN = ("lora", "nf4", "int8", "double_quant", "seq", "checkpointing", "attention", "largest")
+_OWN = ("lora", "nf4", "int8", "double_quant", "seq", "checkpointing", "attention")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,8 +36,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seq", type=whole_number(1), metavar="N", help="tokens of a sample (default: 1024)")
     add("--checkpointing", action="store_true", help="recompute activations in the backward pass")
     add("--attention", choices=("sdpa", "eager"), help="transformers' implementation (default: its own choice)")
-    text = "also find the largest length, or rank of adapters, that fits each device, the rest as it is"
-    add("--largest", nargs="+", choices=("length", "rank"), default=[], help=text)
 
 
 def read(options: argparse.Namespace) -> FineTuning | None:
@@ -92,16 +92,29 @@ def subject_for(options: argparse.Namespace, tuning: FineTuning) -> Subject:
 
 
 def largest(
-    options: argparse.Namespace, tuning: FineTuning, devices: Sequence[str], limits: Limits, say: Say
+    options: argparse.Namespace,
+    tuning: FineTuning | None,
+    subject: Subject,
+    devices: Sequence[str],
+    limits: Limits,
+    say: Say,
 ) -> list[Largest]:
-    """Find the largest of what was asked for on each device."""
+    """Find the largest of what was asked for on each device, by the model's name or of TARGET."""
+    from lightning_memguard.core.batch.batches import length_of
     from lightning_memguard.training.planning.by_name import largest_of
+    from lightning_memguard.training.planning.epochs import at_length
+
+    def with_value(what: str, value: int) -> Subject:
+        if tuning is None:
+            return at_length(subject, value)
+        return subject_for(options, replace(tuning, lora=value) if what == "rank" else replace(tuning, length=value))
 
     found = []
     for device in devices:
         for what in options.largest:
             say(f"looking for the largest {what} on {device}")
-            found.append(largest_of(what, tuning, lambda each: subject_for(options, each), device, limits))
+            now = length_of(subject.batches.small) if what == "length" else tuning.lora if tuning else 0
+            found.append(largest_of(what, now, partial(with_value, what), device, limits))
     return found
 
 

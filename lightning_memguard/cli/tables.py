@@ -7,6 +7,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from lightning_memguard.core.layers.layers import Layer, LayerTable
     from lightning_memguard.core.layers.textbook import TextbookSum, WeightMemory
     from lightning_memguard.core.replay.alternatives import Alternative
+    from lightning_memguard.core.replay.epoch import Epoch
     from lightning_memguard.core.replay.history import History, Holder, OutOfMemory, Stack
     from lightning_memguard.training.planning.layouts import Fit
     from lightning_memguard.training.planning.lengths import AtLength
@@ -211,6 +213,23 @@ def length_data(at: AtLength) -> dict[str, Any]:
     """The largest batch size at a length for programs; 0 if not even one sample fits."""
     largest = footprint_data(prediction_of(at.largest)[0]) if at.largest else None
     return {**picked(at, "length", "batch_size"), "largest": largest, "budget": budget_data(at.budget)}
+
+
+def print_epochs(epochs: Mapping[str, Epoch | str], console: Console) -> None:
+    """Print what the cache of each device grows to over an epoch, and what keeps it smaller; or why it is unknown."""
+    for device, epoch in epochs.items():
+        if isinstance(epoch, str):
+            console.print(f"On {device}, what the cache grows to over an epoch is not known: {epoch}", soft_wrap=True)
+            continue
+        batches = "with batches of these sizes, each padded to its longest sample"
+        console.print(f"On {device}, {batches}: {epoch.text}.", soft_wrap=True)
+        if epoch.remedy and (epoch.run.retries or not epoch.fits):
+            console.print(f"To avoid that, {epoch.remedy.how}.", soft_wrap=True)
+
+
+def epochs_data(epochs: Mapping[str, Epoch | str]) -> dict[str, Any]:
+    """By device, the epoch for programs; or why it is not known."""
+    return {device: epoch if isinstance(epoch, str) else asdict(epoch) for device, epoch in epochs.items()}
 
 
 def print_ways(found: Ways, console: Console) -> None:

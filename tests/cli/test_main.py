@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,7 +24,8 @@ from lightning_memguard.cli.main import BAD_USE, DOES_NOT_FIT, FITS, main
 from lightning_memguard.cli.names import build, load
 from lightning_memguard.core.device.process import process_bytes
 from lightning_memguard.core.gpus import find
-from lightning_memguard.errors import MemGuardError
+from lightning_memguard.core.replay.epoch import Epoch, EpochRun
+from lightning_memguard.errors import CannotTraceError, MemGuardError
 from lightning_memguard.training.run import profile
 from lightning_memguard.units import MIB
 from tests.training.planning.test_on_ranks import INSTALLED
@@ -659,6 +661,7 @@ def test_the_ways_to_see_so_many_samples_are_printed_with_their_cost(project: An
     assert main([*options, "--advise"]) == BAD_USE
 
 
+@mock.patch("lightning_memguard.training.planning.lengths.epoch_at_sizes", mock.Mock(return_value=None))
 def test_the_largest_batch_at_each_length_is_printed(capsys: Any) -> None:
     shapes = ["--input-shape", "4,16,512", "--target-shape", "4,16,512:float32"]
     options = ["plan", *LINEAR, *shapes, "--device", "T4", "--budget", "1GiB", "--length", "1024", "8", "10000000"]
@@ -672,8 +675,46 @@ def test_the_largest_batch_at_each_length_is_printed(capsys: Any) -> None:
     assert [each["length"] for each in (short, long, none)] == [8, 1024, 10_000_000]
     assert short["batch_size"] > 100 * long["batch_size"] > none["batch_size"] == 0
     assert main([*options[:-3], "10000000"]) == DOES_NOT_FIT
+    assert main([*options, "--largest", "length"]) == BAD_USE
     assert main([*options, "--advise"]) == BAD_USE
     assert main([*options, "--target-batch", "8"]) == BAD_USE
+
+
+def test_a_line_says_what_the_cache_grows_to_over_an_epoch_of_lengths(capsys: Any) -> None:
+    shapes = ["--input-shape", "4,16,512", "--target-shape", "4,16,512:float32"]
+    options = ["plan", *LINEAR, *shapes, "--device", "T4", "--budget", "600MiB", "--length", "512", "1024"]
+    options += ["--max-batch-size", "4"]
+    with mock.patch("lightning_memguard.training.planning.epochs.MOST_SECONDS", 0.3):
+        assert main([*options, "--json"]) == FITS
+    (epoch,) = json.loads(capsys.readouterr().out)["epochs"].values()
+    assert epoch["run"]["steps"] >= 1
+    assert epoch["run"]["peak_reserved_bytes"] < 600 << 20
+    run = EpochRun("", "", 100, 5 << 20, 7, 3, 9, None)
+    found = Epoch(8, 1024, run, (replace(run, change="with a", how="set a", retries=0, releases=0),))
+    with mock.patch("lightning_memguard.training.planning.lengths.epoch_at_sizes", return_value=found):
+        assert main(options) == FITS
+    out = capsys.readouterr().out
+    assert "On Tesla T4, with batches of these sizes" in out
+    assert "fills 5.0 MiB, with 3.0 releases of the cache in 100 steps" in out
+    assert "To avoid that, set a." in out
+    refused = CannotTraceError("a reason")
+    with mock.patch("lightning_memguard.training.planning.lengths.epoch_at_sizes", side_effect=refused):
+        assert main(options) == FITS
+    assert "over an epoch is not known: a reason" in capsys.readouterr().out
+
+
+def test_the_largest_length_of_any_model_fits_and_the_next_does_not(capsys: Any) -> None:
+    def plan(length: int, *more: str) -> dict[str, Any]:
+        shapes = ["--input-shape", f"4,{length},512", "--target-shape", f"4,{length},512:float32"]
+        main(["plan", *LINEAR, *shapes, "--device", "T4", "--budget", "300MiB", "--json", *more])
+        return json.loads(capsys.readouterr().out)
+
+    (found,) = plan(16, "--largest", "length")["largest"]
+    assert found["what"] == "length"
+    assert found["largest"] % 128 == 0
+    assert plan(found["largest"])["fits"]
+    assert not plan(found["largest"] + 128)["fits"]
+    assert main(["plan", *LINEAR, "--input-shape", "4,512", "--largest", "rank"]) == BAD_USE
 
 
 def test_a_script_that_parses_arguments_finds_none_of_ours(project: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from lightning_memguard.core.decision.decision import Budget, Decision
 from lightning_memguard.core.decision.record import EpochRecord, Measured
 from lightning_memguard.core.replay.footprint import Doubt, Footprint, Peak
-from lightning_memguard.core.replay.replay import Retries
+from lightning_memguard.core.replay.recurring import Retries
 from lightning_memguard.core.trace.trace import PARTS
 from lightning_memguard.report.decision_table import evaluation_text, last_line, markdown, setup_text, warning_of
 from lightning_memguard.units import GIB, MIB

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
@@ -23,6 +23,7 @@ from lightning_memguard.units import counted, parse_bytes
 if TYPE_CHECKING:
     from lightning_memguard.core.decision.advice import Advice
     from lightning_memguard.core.decision.decision import Limits
+    from lightning_memguard.core.replay.epoch import Epoch
     from lightning_memguard.training.planning.by_name import Largest
     from lightning_memguard.training.planning.layouts import Fit
     from lightning_memguard.training.planning.lengths import AtLength
@@ -50,6 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--length", type=whole_number(1), nargs="+", default=[], metavar="N", help=text)
     text = "dollars an hour of one device, such as H100=2.50, for --target-batch; repeatable"
     add("--price", action="append", default=[], metavar="NAME=DOLLARS", help=text)
+    text = "also find the largest length that fits each device at this batch size; with --hf, or rank of adapters"
+    add("--largest", nargs="+", choices=("length", "rank"), default=[], help=text)
     add = parser.add_argument_group("prediction and output").add_argument
     add("--inference", action="store_true", help="predict a forward pass under no_grad instead of a training step")
     add("--advise", action="store_true", help="suggest changes that save memory, each with its predicted peak")
@@ -96,7 +99,7 @@ def _find(options: argparse.Namespace, say: Say) -> Callable[[], bool]:
         else:
             plan = plan_it(subject)
         plans.append(plan)
-    largest = fine_tuning.largest(options, tuning, devices, limits, say) if tuning else []
+    largest = fine_tuning.largest(options, tuning, subject, devices, limits, say)
     adviser, advice = _advise(plans, say) if options.advise and plans else (None, ())
     layouts = _layouts(subject, adviser, limits, say) if adviser else ()
     files = _report(options, subject, plans[0], say) if options.report and plans else ()
@@ -122,6 +125,10 @@ def _check(options: argparse.Namespace) -> None:
     for name, value in (("--target-batch", options.target_batch), ("--length", options.length)):
         if value and (options.advise or options.measured or options.report):
             raise MemGuardError(f"{name} goes without --advise, --measured and --report: leave them out.")
+    if options.largest and (options.length or options.target_batch):
+        raise MemGuardError("--largest is found at one batch size: leave out --length and --target-batch.")
+    if "rank" in options.largest and options.hf is None:
+        raise MemGuardError("--largest rank is of a model by its name: pass --hf NAME.")
     if options.target_batch is not None and options.length:
         raise MemGuardError("--length and --target-batch ask for different tables: pass one.")
 
@@ -142,9 +149,10 @@ def _find_lengths(
     options: argparse.Namespace, subject: Subject, devices: Sequence[str], limits: Limits, say: Say
 ) -> Callable[[], bool]:
     from lightning_memguard.cli.inputs import with_memory_if_needed
-    from lightning_memguard.training.planning.lengths import largest_at_lengths
+    from lightning_memguard.training.planning.lengths import epoch_at_sizes, largest_at_lengths
 
     found: list[AtLength] = []
+    epochs: dict[str, Epoch | str] = {}
     for device in devices:
         say(f"tracing the step at {counted(len(options.length), 'length')} on {device}")
         find = partial(largest_at_lengths, lengths=options.length, device=device, limits=limits)
@@ -153,14 +161,26 @@ def _find_lengths(
         else:
             of_device = find(subject)
         found += of_device
-    return partial(_print_lengths, subject, found, as_json=options.json)
+        say(f"replaying an epoch of these lengths on {device}")
+        try:
+            epoch = epoch_at_sizes(subject, of_device, device)
+        except CannotTraceError as error:
+            epochs[of_device[0].budget.device] = str(error)
+        else:
+            epochs |= {of_device[0].budget.device: epoch} if epoch else {}
+    return partial(_print_lengths, subject, found, epochs, as_json=options.json)
 
 
-def _print_lengths(subject: Subject, found: Sequence[AtLength], *, as_json: bool) -> bool:
+def _print_lengths(
+    subject: Subject, found: Sequence[AtLength], epochs: Mapping[str, Epoch | str], *, as_json: bool
+) -> bool:
     if as_json:
-        tables.print_json({"lengths": [tables.length_data(each) for each in found]})
+        tables.print_json(
+            {"lengths": [tables.length_data(each) for each in found], "epochs": tables.epochs_data(epochs)}
+        )
     else:
         tables.print_lengths(subject, found, tables.terminal())
+        tables.print_epochs(epochs, tables.terminal())
     return any(each.largest for each in found)
 
 

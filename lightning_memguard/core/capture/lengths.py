@@ -1,16 +1,20 @@
-"""One step on batches of several lengths -> its curve at each of them, from captures at a few."""
+"""One step on batches of several lengths -> its curve, or its trace, at each of them, from captures at a few."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from lightning_memguard.core.capture.capture import capture, captures_of
+from lightning_memguard.core.capture.capture import CaptureFailedError, capture, captures_of
 from lightning_memguard.core.capture.curve import Curve, Terms
 from lightning_memguard.core.capture.predict import Surveyor
 from lightning_memguard.core.capture.program import Program
+from lightning_memguard.core.replay.epoch import Shape
 from lightning_memguard.core.trace.growth import Growth, grow
-from lightning_memguard.core.trace.lengths import LEAST_LENGTHS, grow_by_length
+from lightning_memguard.core.trace.lengths import LEAST_LENGTHS, ShapeGrowth, grow_by_length
+from lightning_memguard.core.trace.scratch import up
+from lightning_memguard.core.trace.trace import Trace
 from lightning_memguard.errors import CannotTraceError
 
 _PADDED = 32  # to multiples of this, at most
@@ -83,3 +87,106 @@ def _follows_from_growth(curve: Curve) -> bool:
     """Whether how the step grows is all there is to know of it: nothing depends on values, is drawn, or comes later."""
     others = curve.variants, curve.drawn, curve.ceiling, curve.floor, curve.unfrozen, curve.stopped, curve.gaps
     return curve.method == "fake" and not any(others) and not curve.compiles
+
+
+# -- traces at any shape, of which the whole epoch is replayed
+
+
+@dataclass(frozen=True)
+class ShapeTraces:
+    """The trace of a step at any shape.
+
+    Attributes:
+        known: by length, how the step grows there with the batch size, if it was captured at that length.
+        regions: how it grows with both, up to a length; the shortest lengths first.
+    """
+
+    known: Mapping[int, Growth]
+    regions: tuple[tuple[int, ShapeGrowth], ...] = ()
+
+    def at(self, shape: Shape) -> Trace:
+        """The trace at a shape."""
+        if shape.length in self.known:
+            return self.known[shape.length].at(shape.batch_size)
+        region = next((each for longest, each in self.regions if shape.length <= longest), self.regions[-1][1])
+        return region.at(shape.length).at(shape.batch_size)
+
+
+@dataclass(frozen=True)
+class ShapeSurveyor:
+    """Captures a step at a few of its lengths, to follow it at all of them.
+
+    Unlike the curves of a `LengthSurveyor`, traces between are not exact: kernels pad some lengths, which a polynomial
+    does not. They are compared with a capture at the longest length.
+
+    Attributes:
+        program_at: the step on batches of a length.
+        sizes: the batch sizes to capture at; one if no other is asked for.
+    """
+
+    program_at: Callable[[int], Program]
+    sizes: tuple[int, ...]
+
+    def survey(self, lengths: Collection[int]) -> ShapeTraces:
+        """Return the traces at some lengths, and all between.
+
+        Raises:
+            CannotTraceError: the step runs differently at many of the lengths, or not at all.
+        """
+        wanted = sorted({*lengths})
+        if len(wanted) <= _MOST_CAPTURED:
+            return ShapeTraces({length: self._growth_at(length) for length in wanted})
+        known = {wanted[-1]: self._growth_at(wanted[-1])}
+        found = ShapeTraces({}, tuple(self._regions(wanted[0], wanted[-1], known, _MOST_HALVED)))
+        if not found.regions:
+            raise CannotTraceError("the step runs differently at many of these lengths")
+        predicted, captured = found.at(Shape(self.sizes[-1], wanted[-1])), known[wanted[-1]].template
+        if abs(_allocated(predicted) / _allocated(captured) - 1) > _NEAR:
+            raise CannotTraceError(f"what the step allocates at length {wanted[-1]} does not follow from other lengths")
+        return replace(found, known=known)
+
+    def _regions(
+        self, shortest: int, longest: int, known: dict[int, Growth], halved: int
+    ) -> list[tuple[int, ShapeGrowth]]:
+        """Fit the step between two lengths; if it runs differently at some of them, in parts, where these can be."""
+        points = _spread(shortest, longest)
+        for length in points:
+            if length not in known:
+                known[length] = self._growth_at(length)
+        try:
+            return [(longest, grow_by_length({length: known[length] for length in points}))]
+        except CannotTraceError:
+            middle = math.isqrt(shortest * longest)
+            if not halved or middle - shortest < LEAST_LENGTHS:
+                return []  # the next region stands in for it
+            first = self._regions(shortest, middle, known, halved - 1)
+            return [*first, *self._regions(middle, longest, known, halved - 1)]
+
+    def _growth_at(self, length: int) -> Growth:
+        program = self.program_at(length)
+        try:
+            with captures_of(program) as captures:
+                for size in self.sizes:
+                    captures.start(program, size, "fake")
+            traces = [capture(program, size, "fake") for size in self.sizes]
+        except CaptureFailedError as error:
+            raise CannotTraceError(f"at length {length} {error}") from error
+        if len(traces) > 1:
+            return grow(traces)
+        return Growth(traces[0], self.sizes, {}, {}, tuple(range(len(traces[0].kernels))))
+
+
+_MOST_CAPTURED = 6  # lengths
+_MOST_HALVED = 2  # regions
+_GRAINS = (64, 8, 1)  # lengths that kernels do not pad, where there are enough of them
+_NEAR = 0.01
+
+
+def _spread(shortest: int, longest: int) -> list[int]:
+    grain = next(each for each in _GRAINS if (longest - shortest) // each >= LEAST_LENGTHS or each == 1)
+    first, last = up(shortest, grain) // grain, longest // grain
+    return [grain * round(first + (last - first) * part / (LEAST_LENGTHS - 1)) for part in range(LEAST_LENGTHS)]
+
+
+def _allocated(trace: Trace) -> int:
+    return sum(event.nbytes for event in trace.events if event.action == "alloc" and event.case in ("", "point"))

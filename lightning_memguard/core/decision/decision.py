@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 from lightning_memguard.core.replay.footprint import Footprint
-from lightning_memguard.core.replay.replay import Retries
+from lightning_memguard.core.replay.recurring import Retries
 from lightning_memguard.core.shown import Shown
 from lightning_memguard.core.trace.kept import Kept, RunsOut
 from lightning_memguard.core.trace.scratch import up
@@ -332,6 +332,8 @@ def verdict(footprint: Footprint, budget: Budget) -> Verdict:
     if footprint.most_device_bytes > budget.usable_bytes:
         cut = footprint.is_cut and footprint.lowest.device_bytes <= budget.usable_bytes
         return "unknown" if cut else "does not fit"
+    if footprint.epoch and not footprint.epoch.fits:
+        return "does not fit"
     return "unknown" if footprint.is_partial else "fits"
 
 
@@ -428,6 +430,9 @@ def _why_not(decision: Decision, footprint: Footprint, because: str) -> str:
         return f"does NOT fit {of.device}{because}: {need}. Remedies: {remedies}"
     if footprint.phase == "checkpoint":
         return f"does NOT fit while a checkpoint is saved{because}"
+    if footprint.epoch and not footprint.epoch.fits:
+        remedy = footprint.epoch.remedy
+        return f"does NOT fit{because}: {footprint.epoch.text}{f'. To make it fit, {remedy.how}' if remedy else ''}"
     would = f", but would with {decision.setting} in the environment" if decision.setting else ""
     if decision.retries:
         return f"does NOT fit with all that the allocator caches{would}: it {retries_words(decision.retries)}{because}"

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from lightning_memguard.core.range import NOTHING, Range
+from lightning_memguard.core.replay.epoch import Epoch
 from lightning_memguard.core.replay.replay import Replay, within_capacity
 from lightning_memguard.core.replay.seconds import Timing
 from lightning_memguard.core.replay.settings import AllocatorSettings
@@ -53,6 +54,7 @@ DoubtKind = Literal[
     "process",
     "addresses",
     "cache",
+    "lengths",
     "values",
     "epochs",
     "draws",
@@ -71,7 +73,8 @@ class Doubt:
     """Why a peak is not known exactly, and what else it may be; a footprint's range holds all of its doubts.
 
     ``unknown blocks``: the size of some blocks. ``process``: what is outside the allocator. ``addresses``: in which
-    order the driver gives them to segments. ``cache``: what the allocator caches.
+    order the driver gives them to segments. ``cache``: what the allocator caches. ``lengths``: what it caches over an
+    epoch of them.
     ``values``: the batches drawn differ. ``epochs``: their largest batches do. ``draws``: the step draws sizes.
     ``least results``: how large results are. ``unchecked``: no capture has shown how the step grows to this size.
     ``one draw``: no capture had other values. ``later epochs``: more of the model may be trained. ``other work``:
@@ -111,6 +114,7 @@ class Footprint(Shown):
         trace: the events it was computed from, if they were kept, as `estimate` does.
         settings: the rules of the allocator they were replayed by.
         batch: the shape of the batch, such as ``"3 x 512"``, if the data sets its size; else empty.
+        epoch: what the cache grows to over an epoch of batches of several lengths, if these are known.
         correction_bytes: how much larger the peak on the device is by earlier measurements; negative if it is smaller.
         learned_from: these measurements in words, such as ``"3 earlier runs on this GPU"``; empty without any.
         timing: what `step_seconds` is computed from; None if the step was not run.
@@ -133,6 +137,7 @@ class Footprint(Shown):
     trace: Trace | None = field(default=None, repr=False, compare=False)
     settings: AllocatorSettings | None = field(default=None, repr=False, compare=False)
     batch: str = ""
+    epoch: Epoch | None = None
     correction_bytes: int = 0
     learned_from: str = ""
     timing: Timing | None = field(default=None, repr=False, compare=False)
@@ -260,6 +265,13 @@ class Footprint(Shown):
                 "fit, call `guard.save_snapshot(path)`."
             )
         return save_snapshot(self.trace, self.settings, path)
+
+    def over(self, epoch: Epoch) -> Footprint:
+        """The footprint of an epoch of batches, of which this is the largest; what is cached gives way if it has to."""
+        reserved = max(epoch.run.peak_reserved_bytes, self.highest.reserved_bytes)
+        more = reserved - self.highest.reserved_bytes
+        found = self.doubted("lengths", self.highest.fragmented(more), note=epoch.text)
+        return replace(found, epoch=epoch, yielding_bytes=self.yielding_bytes + more)
 
     @property
     def largest_part(self) -> str:

@@ -339,10 +339,15 @@ class Largest:
         return f"{self.budget.device}: the largest {self.what} is {self.value:,}{more}, at most {most} of {usable}"
 
 
-def largest_of(
-    what: str, tuning: FineTuning, subject_for: Callable[[FineTuning], Subject], device: str, limits: Limits
-) -> Largest:
+def largest_of(what: str, now: int, subject_with: Callable[[int], Subject], device: str, limits: Limits) -> Largest:
     """Find the largest length or rank that fits a device, the other settings as they are.
+
+    Args:
+        what: ``"length"`` or ``"rank"``.
+        now: the length or rank as it is, where the search begins.
+        subject_with: a length or rank -> the training with it.
+        device: see `lightning_memguard.estimate`.
+        limits: the budget and its margin.
 
     Each step of the search captures a whole step; secants through two of them say which is next.
 
@@ -355,14 +360,14 @@ def largest_of(
 
     def over(value: int) -> int:
         if value not in known:
-            subject = subject_for(replace(tuning, lora=value) if what == "rank" else replace(tuning, length=value))
+            subject = subject_with(value)
             target, _ = target_and_budget(device, limits, subject.model)
             with Captures():
                 known[value] = predicted(subject, target).footprint_at(subject.batch_size)
         return known[value].most_device_bytes - budget.usable_bytes
 
     bound = _MOST_TOKENS if what == "length" else 4096
-    low, high = multiple, max(2 * multiple, (tuning.lora if what == "rank" else tuning.length) // multiple * multiple)
+    low, high = multiple, max(2 * multiple, now // multiple * multiple)
     if over(low) > 0:
         return Largest(what, 0, known[low], budget)
     while over(high) <= 0 and high < bound:

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+import random
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from lightning_memguard.core.batch.batches import Batches, batch_of_length, batches_from_one
-from lightning_memguard.core.batch.nesting import batch_size_of
+from lightning_memguard.core.batch.batches import batch_of_length
 from lightning_memguard.core.capture.capture import Captures
 from lightning_memguard.core.capture.curve import Curve, Terms
 from lightning_memguard.core.capture.lengths import LengthSurveyor
 from lightning_memguard.core.capture.predict import Prediction, StepFailsError
 from lightning_memguard.core.capture.program import Context
-from lightning_memguard.core.decision.decision import Budget, Decision, Limits, Request, check_count
+from lightning_memguard.core.decision.decision import Budget, Decision, Limits, Request
+from lightning_memguard.core.replay.epoch import Epoch, Padding, Shape
 from lightning_memguard.core.replay.settings import AllocatorSettings
-from lightning_memguard.errors import CannotTraceError, DoesNotFitError, MemGuardError
+from lightning_memguard.errors import CannotTraceError, DoesNotFitError
 from lightning_memguard.training.facts.ranks import warn
+from lightning_memguard.training.planning.epochs import BatchOfLength, at_length, replayed_epoch, whole_lengths
 from lightning_memguard.training.planning.plan import request_of
 from lightning_memguard.training.planning.search import largest_that_runs
 from lightning_memguard.training.planning.subject import (
@@ -37,8 +40,6 @@ from lightning_memguard.units import parse_bytes
 
 if TYPE_CHECKING:
     from pytorch_lightning.strategies import Strategy
-
-BatchOfLength = Callable[[int], Any]
 
 
 @dataclass(frozen=True)
@@ -82,8 +83,9 @@ def batch_sizes(
 ) -> dict[int, int]:
     """Find the largest batch size that fits at each length.
 
-    Text, speech and sets differ in length from batch to batch, and memory grows with samples times length, or with
-    samples times its square. The sizes are what a `lightning_memguard.LengthBatchSampler` takes.
+    Memory grows with samples times length, or with samples times its square. The sizes are what a
+    `lightning_memguard.LengthBatchSampler` takes. A warning says if a GPU's cache, which keeps the blocks of other
+    lengths, would fill the budget over an epoch of these, and what avoids that.
 
     Args:
         model: a LightningModule, or any ``nn.Module`` with ``step`` and ``optimizer``; as `lightning_memguard.estimate`
@@ -126,7 +128,7 @@ def batch_sizes(
         >>> sizes[128] >= 2 * sizes[256] > 0
         True
     """
-    wanted = _checked(lengths)
+    wanted = sorted({*whole_lengths(lengths)})
     batch_at: BatchOfLength = batch if callable(batch) else partial(batch_of_length, batch)
     example = batch_at(wanted[0]) if callable(batch) else batch
     if example is None:
@@ -137,22 +139,20 @@ def batch_sizes(
         subject = on_ranks(subject, strategy, devices, num_nodes)
     limits = Limits(margin, None if budget is None else parse_bytes(budget), max_batch_size=max_batch_size)
     found = largest_at_lengths(subject, wanted, device, limits, batch_at)
-    for note in target_of(device).notes:
-        warn(f"batch_sizes: {note}.", stacklevel=2)
     if found[0].too_large and not any(each.largest for each in found):
         raise found[0].too_large.led_by(f"At length {wanted[0]}, the shortest, not even one sample fits.")
+    for warning in _warnings_of(subject, found, device, batch_at):
+        warn(f"batch_sizes: {warning}", stacklevel=2)
     return {each.length: each.batch_size for each in found}
 
 
-def _checked(lengths: Iterable[object]) -> list[int]:
-    found = set[int]()
-    for each in lengths:
-        length = int(each) if isinstance(each, Integral) else 0  # NumPy's are whole numbers too
-        check_count("lengths", length or each)
-        found.add(length)
-    if not found:
-        raise MemGuardError("lengths is empty; pass the lengths to find batch sizes for, such as [128, 256, 512].")
-    return sorted(found)
+def _warnings_of(subject: Subject, found: Sequence[AtLength], device: str, batch_at: BatchOfLength) -> Iterator[str]:
+    """Say what is assumed, and what goes wrong over an epoch of these sizes, as far as that is known."""
+    yield from (f"{note}." for note in target_of(device).notes)
+    with suppress(CannotTraceError):
+        epoch = epoch_at_sizes(subject, found, device, batch_at)
+        if epoch and (epoch.run.retries or not epoch.fits):
+            yield f"{epoch.text}.{f' To avoid it, {epoch.remedy.how}.' if epoch.remedy else ''}"
 
 
 def largest_at_lengths(
@@ -165,7 +165,7 @@ def largest_at_lengths(
         lengths: those to look at.
         device: see `batch_sizes`.
         limits: what the batch sizes are chosen from.
-        batch_at: length -> an example batch (default: the subject's own, see `batch_of_length`).
+        batch_at: see `at_length`.
 
     Returns:
         The shortest length first.
@@ -174,12 +174,10 @@ def largest_at_lengths(
         MemGuardError: the device is unknown, or the budget is more than it has.
         CannotTraceError: the step cannot be predicted at one of the lengths.
     """
-    batch_at = batch_at or partial(batch_of_length, subject.batches.small)
     target, budget = target_and_budget(device, limits, subject.model)
     target = target.talking(subject.communicators)
     terms = Terms(AllocatorSettings.for_device(target.device.type, os.environ), target.context_bytes)
-    subjects = {length: replace(subject, batches=_batches(batch_at, length)) for length in sorted(set(lengths))}
-    programs = {length: program_of(each, target) for length, each in subjects.items()}
+    programs = {length: program_of(at_length(subject, length, batch_at), target) for length in sorted({*lengths})}
     surveyor = LengthSurveyor(programs, subject.batch_size, terms)
     request = request_of(subject, limits)
     with Captures(*programs.values()):
@@ -187,9 +185,45 @@ def largest_at_lengths(
         return [_at_length(surveyor, length, curve, budget, request) for length, curve in curves.items()]
 
 
-def _batches(batch_at: BatchOfLength, length: int) -> Batches:
-    batch = batch_at(length)
-    return batches_from_one(batch, batch_size_of(batch))
+def epoch_at_sizes(
+    subject: Subject, found: Sequence[AtLength], device: str, batch_at: BatchOfLength | None = None
+) -> Epoch | None:
+    """Replay an epoch of batches as `lightning_memguard.LengthBatchSampler` makes them of these sizes.
+
+    As many batches are of each size, each padded to its longest sample, which is of any length down to the next
+    shorter one that has a size; the shortest go down to half.
+
+    Args:
+        subject: the model and its settings.
+        found: the sizes, the shortest length first.
+        device: see `batch_sizes`.
+        batch_at: see `at_length`.
+
+    Returns:
+        What the cache grows to within the budget; None without a cache, or if there is one shape alone.
+
+    Raises:
+        CannotTraceError: it is not known; see `replayed_epoch`.
+    """
+    sized = [at for at in found if at.largest and at.largest.footprint]
+    target = target_of(device).talking(subject.communicators)
+    settings = AllocatorSettings.for_device(target.device.type, os.environ)
+    if settings.kind != "cuda" or not sized:
+        return None
+    draw, lengths = random.Random(0), [at.length for at in sized]  # noqa: S311 - the same each time
+    shapes = list[Shape]()
+    for at, shorter in zip(sized, [lengths[0] // 2, *lengths], strict=False):
+        drawn = [draw.randint(shorter + 1, at.length) for _ in range(_DRAWN - 1)]
+        shapes += [Shape(at.batch_size, length) for length in (*drawn, at.length)]
+    outside = max(at.largest.footprint.outside_bytes for at in sized if at.largest and at.largest.footprint)
+    settings = replace(settings, capacity_bytes=sized[0].budget.usable_bytes - outside)
+    draw.shuffle(shapes)
+    how = "pad each batch to the length that its size is for"
+    padding = Padding("to the known lengths", how, lambda length: lengths[bisect_left(lengths, length)])
+    return replayed_epoch(subject, target, settings, shapes, batch_at=batch_at, padding=padding)
+
+
+_DRAWN = 40  # batches of each size
 
 
 def _at_length(surveyor: LengthSurveyor, length: int, curve: Curve, budget: Budget, request: Request) -> AtLength:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import pickle
 import re
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from lightning_memguard.core.decision.decision import Budget, Decision, Limits, Request, decide, largest_that
+from lightning_memguard.core.replay.epoch import Epoch, EpochRun
 from lightning_memguard.core.replay.footprint import Footprint, Peak
 from lightning_memguard.core.trace.trace import OPTIONAL_PARTS, PARTS
 from lightning_memguard.errors import DoesNotFitError, MemGuardError
@@ -160,6 +162,15 @@ def test_a_size_that_is_not_ours_to_choose_is_predicted_and_left(usable, fits):
     assert (decision.batch_size, decision.accumulate_grad_batches) == (8, 3)
     assert (decision.outcome, decision.limited_by) == ("checked", "request")
     assert decision.fits is fits
+
+
+def test_an_epoch_that_fails_does_not_fit_and_what_makes_it_fit_is_named():
+    run = EpochRun("", "", 9, 100, 1, 0, 0, 9)
+    epoch = Epoch(1, 9, run, (replace(run, change="with a", how="set a", failed_at=None),))
+    found = chosen(100, lambda n: replace(ONE_BYTE_EACH(n), epoch=epoch), free_to_choose=False)
+    assert found.verdict == "does not fit"
+    assert "does NOT fit: over an epoch of lengths 1..9 step 9 runs out of memory" in found.reason
+    assert "To make it fit, set a." in found.reason
 
 
 def test_what_was_not_predicted_does_not_count_as_fitting():

@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from lightning_memguard.core.replay.replay import Retries, Steps, replay, retries_within
+from lightning_memguard.core.replay.recurring import Retries, retries_within
+from lightning_memguard.core.replay.replay import Steps, replay
 from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.core.trace.trace import Event, Trace
 from lightning_memguard.units import KIB, MIB

@@ -132,13 +132,17 @@ def test_the_largest_that_fits_fits_and_the_next_does_not(what: str, transformer
     pytest.importorskip("peft", reason="of the extra hf, which is not installed")
     tuning = FineTuning(small, lora=8, length=128)
 
+    def changed(value: int) -> FineTuning:
+        return by_name.replace(tuning, **{"lora" if what == "rank" else what: value})
+
     def most(value: int) -> int:
-        changed = by_name.replace(tuning, **{"lora" if what == "rank" else what: value})
-        return estimate(hf=changed, precision="bf16-true", device="T4").most_device_bytes
+        return estimate(hf=changed(value), precision="bf16-true", device="T4").most_device_bytes
 
     step = {"length": 128, "rank": 8}[what]
     budget = most(5 * step)
     limits = Limits(margin=0.0, budget_bytes=budget)
-    found = largest_of(what, tuning, subject_by_name, "T4", limits)
+    found = largest_of(
+        what, 128 if what == "length" else 8, lambda value: subject_by_name(changed(value)), "T4", limits
+    )
     assert most(found.value) == found.footprint.most_device_bytes <= budget < most(found.value + step)
     assert f"the largest {what} is {found.value:,}" in str(found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -12,9 +13,22 @@ from torch import nn
 from lightning_memguard import CannotTraceError, DoesNotFitError, MemGuardError, batch_sizes, estimate
 from lightning_memguard.core.batch.batches import batch_of_length, length_of
 from lightning_memguard.core.capture import lengths as surveys
+from lightning_memguard.core.replay.epoch import Shape
+from lightning_memguard.training.planning import epochs
+from lightning_memguard.training.planning import lengths as lengths_module
+from lightning_memguard.training.planning.subject import program_of, subject_of
+from lightning_memguard.training.planning.target import target_of
 from lightning_memguard.units import GIB, MIB
 
 BUDGET = GIB
+
+
+@pytest.fixture(autouse=True)
+def _without_an_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes seconds; one test has it."""
+    monkeypatch.setattr(lengths_module, "_warnings_of", lambda *_: ())
+
+
 IDS = torch.zeros(4, 32, dtype=torch.long)
 
 
@@ -114,6 +128,78 @@ def test_a_lightning_module_brings_its_own_step():
     sizes = batch_sizes(Module(), IDS, lengths=[512, 2048], **settings)
     assert 1 < sizes[2048] < sizes[512]
     assert batch_sizes(Module(), IDS, lengths=[512], strategy="ddp", devices=2, **settings)[512] < sizes[512]
+
+
+# An epoch of lengths: what a GPU's cache grows to
+
+
+def test_an_estimate_over_lengths_holds_what_the_cache_grows_to():
+    draw = random.Random(0)
+    lengths = [draw.randint(300, 700) for _ in range(30)]
+    found = estimate(Attention(), IDS, batch_size=32, lengths=lengths, **SETTINGS)
+    longest = estimate(Attention(), torch.zeros(4, max(lengths), dtype=torch.long), batch_size=32, **SETTINGS)
+    assert found.peak == longest.peak
+    assert found.epoch
+    assert found.high
+    assert found.epoch.longest == max(lengths)
+    assert found.high.reserved_bytes >= found.epoch.run.peak_reserved_bytes > 1.2 * longest.peak_reserved_bytes
+    assert found.most_device_bytes == longest.most_device_bytes
+    assert found.epoch.text in found.notes
+
+
+def test_without_a_cache_or_with_one_length_there_is_no_epoch():
+    on_cpu = {**SETTINGS, "device": "cpu"}
+    assert estimate(Attention(), IDS, lengths=[8, 9], **on_cpu).epoch is None
+    assert estimate(Attention(), IDS, lengths=[32, 32], **SETTINGS).epoch is None
+
+
+def test_a_note_says_that_an_epoch_cannot_be_replayed(monkeypatch: pytest.MonkeyPatch):
+    def refused(*_: object, **__: object) -> None:
+        raise CannotTraceError("a reason")
+
+    monkeypatch.setattr(epochs, "replayed_epoch", refused)
+    assert "is not known: a reason" in estimate(Attention(), IDS, lengths=[8, 9], **SETTINGS).notes[-1]
+
+
+def test_sizes_whose_epoch_fills_the_budget_are_returned_with_a_warning(
+    monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+):
+    monkeypatch.undo()
+    batch_sizes(Attention(), IDS, lengths=[128, 256, 512], budget=BUDGET, **SETTINGS)
+    said = [str(each.message) for each in recwarn if "over an epoch of lengths" in str(each.message)]
+    assert len(said) == 1
+    assert "To avoid it, set PYTORCH_ALLOC_CONF=expandable_segments:True" in said[0]
+
+
+class TwoWays(Attention):
+    """Does more above a length."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        found = super().forward(ids)
+        return found.sin().cos() if ids.shape[1] > 200 else found
+
+
+class Erratic(Attention):
+    """Does more at every second multiple of 64."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        found = super().forward(ids)
+        return found.sin() if ids.shape[1] // 64 % 2 else found
+
+
+def surveyor_of(model: nn.Module) -> surveys.ShapeSurveyor:
+    subject = subject_of(model, IDS, step=loss_of, optimizer=torch.optim.AdamW)
+    return surveys.ShapeSurveyor(lambda at: program_of(epochs.at_length(subject, at), target_of("T4")), (4,))
+
+
+def test_a_step_that_runs_differently_at_some_lengths_is_followed_in_regions():
+    surveyor = surveyor_of(TwoWays())
+    traces = surveyor.survey(range(64, 513))
+    assert len(traces.regions) > 1
+    for length in (96, 128, 384, 512):
+        assert traces.at(Shape(4, length)).events == surveyor.survey([length]).at(Shape(4, length)).events
+    with pytest.raises(CannotTraceError, match=r"at many of these lengths|does not follow from other lengths"):
+        surveyor_of(Erratic()).survey(range(64, 513))
 
 
 # What does not fit

@@ -1,0 +1,160 @@
+"""Trace -> its last step as it runs again and again, also after steps on batches of other shapes; and Trace -> Retries.
+
+A step that does not fit with all that the allocator would like to cache runs all the same. PyTorch calls it a retry
+(``num_alloc_retries``): it waits for the device, releases the cache and reserves again.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from lightning_memguard.core.replay.replay import Steps
+from lightning_memguard.core.replay.settings import AllocatorSettings
+from lightning_memguard.core.trace.trace import Event, Trace
+
+Name = tuple[object, ...]
+"""A block by what asked for it in its step, which is the same at every shape."""
+
+
+@dataclass(frozen=True)
+class RecurringStep:
+    """The last step of a trace.
+
+    Attributes:
+        until: the events up to its end; a trace goes on to free all that is left.
+        events: those of the step.
+        left: blocks that it leaves to the next step, such as gradients, each by its name.
+        taken: those of the step before that it frees.
+    """
+
+    until: Sequence[Event]
+    events: Sequence[Event]
+    left: Mapping[int, Name]
+    taken: Mapping[int, Name]
+
+    @classmethod
+    def of(cls, trace: Trace) -> RecurringStep | None:
+        """Read a step; None if it does not recur, as it frees a block that it does not leave to the next.
+
+        A block stays if the step has freed one like it that the step before had left; any other is freed at its end.
+        """
+        events = trace.events
+        end = next((place for place in range(len(events), 0, -1) if events[place - 1].action == "alloc"), 0)
+        if not end:
+            return None
+        until = [*events[:end]]
+        step = [event for event in until if event.step == until[-1].step]
+        made = {event.block for event in step if event.action == "alloc"}
+        gone = [event for event in step if event.action == "free" and event.block not in made]
+        stays, freed = _matched(gone, [event for event in events[end:] if event.block in made], _names(until))
+        if len(stays) < len(gone):
+            return None
+        left = {block: name for block, _, name in stays}
+        return cls([*until, *freed], [*step, *freed], left, {block: name for _, block, name in stays})
+
+
+def _names(events: Iterable[Event]) -> dict[int, Name]:
+    found: dict[int, Name] = {}
+    seen = Counter[Name]()
+    for event in events:
+        if event.action == "alloc":
+            asked = event.part, event.phase, event.module, event.operator, event.stream
+            found[event.block] = (*asked, seen[(event.step, *asked)])
+            seen[(event.step, *asked)] += 1
+    return found
+
+
+def _matched(
+    gone: Sequence[Event], left: Sequence[Event], names: Mapping[int, Name]
+) -> tuple[list[tuple[int, int, Name]], list[Event]]:
+    """Match what a step leaves with what it freed of the step before, by name or else by kind; and return the rest."""
+    by_name = {names[event.block]: event for event in gone}
+    matched = [
+        (event.block, like.block, names[event.block])
+        for event in left
+        if (like := by_name.get(names[event.block])) and like.nbytes == event.nbytes
+    ]
+    known = {block for pair in matched for block in pair[:2]}
+    by_kind = defaultdict[tuple[int, str, int], list[int]](list)
+    for event in gone:
+        if event.block not in known:
+            by_kind[event.nbytes, event.part, event.stream].append(event.block)
+    rest = list[Event]()
+    for event in left:
+        of_kind = by_kind[event.nbytes, event.part, event.stream]
+        if event.block not in known and of_kind:
+            matched.append((event.block, of_kind.pop(), names[event.block]))
+        elif event.block not in known:
+            rest.append(event)
+    return matched, rest
+
+
+class StepSequence:
+    """One step after another, as one list of events: each with blocks of its own, and freeing those left to it."""
+
+    def __init__(self) -> None:
+        self._next_block = -1
+        self._left: dict[Name, Event] = {}
+
+    def events_of(self, step: RecurringStep) -> list[Event]:
+        """The events of the next step; before the first one, all that comes before it in its trace."""
+        if self._next_block < 0:
+            self._next_block = 1 + max((event.block for event in step.until), default=0)
+            self._left = {step.left[event.block]: event for event in step.events if event.block in step.left}
+            return [*step.until]
+        before, self._left, names = self._left, {}, dict[int, int]()
+        found = list[Event]()
+        for event in step.events:
+            block = event.block
+            if event.action == "alloc":
+                names[block] = self._next_block
+                self._next_block += 1
+            elif block not in names:
+                like = before.pop(step.taken[block], None)
+                if like is not None:  # else the step before was another, and has left none
+                    found.append(event._replace(block=like.block))
+                continue
+            found.append(event._replace(block=names[block]))
+            if block in step.left:
+                self._left[step.left[block]] = found[-1]
+        return [*found, *(event._replace(action="free") for event in before.values())]
+
+
+_SETTLING, _COUNTED = 6, 4  # steps; ResNet-50 settles within four
+
+
+@dataclass(frozen=True)
+class Retries:
+    """How often the allocator releases its cache: in the first steps altogether, and in each step after these."""
+
+    at_first: int
+    per_step: float
+
+
+def retries_within(trace: Trace, settings: AllocatorSettings, capacity_bytes: int) -> Retries | None:
+    """Return how often a step releases the cache if the allocator may reserve so much; None if it fails even so.
+
+    The last step of the trace is repeated: most steps settle, as the segments reserved after a release are larger and
+    serve the next step.
+
+    >>> step = [Event("alloc", 1, 30 << 20), Event("free", 1, 30 << 20), Event("alloc", 2, 40 << 20)]
+    >>> trace = Trace(8, "cuda", "fake", (*step, Event("free", 2, 40 << 20)))
+    >>> [retries_within(trace, AllocatorSettings(), mib << 20) for mib in (70, 40, 39)]
+    [Retries(at_first=0, per_step=0.0), Retries(at_first=1, per_step=0.0), None]
+    """
+    trace = trace.only("high")
+    step = RecurringStep.of(trace)
+    steps, sequence = Steps(trace, replace(settings, capacity_bytes=capacity_bytes)), StepSequence()
+    if steps.allocator is None or step is None:
+        return None
+    seen = []
+    for _ in range(1 + _SETTLING + _COUNTED):
+        for _ in steps.go_on(sequence.events_of(step)):
+            pass
+        if steps.out_of_memory_event is not None:
+            return None
+        seen.append(steps.allocator.retries)
+    at_first = seen[_SETTLING]
+    return Retries(at_first, (seen[-1] - at_first) / _COUNTED)
