@@ -17,7 +17,7 @@ from lightning_memguard.training.data.loaders import batches_taken
 from lightning_memguard.training.run.profile import RunProfile
 from lightning_memguard.units import format_bytes
 
-_IN_STEP = ("forward", "backward", "optimizer")
+_IN_STEP = ("forward", "backward")
 _THERE_BEFORE = ("parameters", "buffers")
 
 
@@ -65,14 +65,16 @@ def _in_heap(profile: RunProfile, batch_size: int) -> Iterator[Event]:
 
 
 def _between_leftovers(profile: RunProfile, batch_size: int) -> int:
-    """One of a step's largest blocks for each step of an epoch, if steps leave something behind.
+    """The largest tensor of a step, for each step of an epoch, if steps leave something behind.
 
     A hole of several freed blocks holds one block less of the same size, as these are aligned (glibc's bug 14581); what
-    the step leaves then lies behind the one that took new memory.
+    the step leaves then lies behind the one that took new memory. Norms of gradients of 4 MiB, kept in 800 steps, made
+    the heap 1.4 GiB larger.
     """
     if not any(each.when == "step" for each in profile.kept):
         return 0
-    largest = max((e.nbytes for e in _in_heap(profile, batch_size) if e.phase in _IN_STEP), default=0)
+    made = (each for each in _in_heap(profile, batch_size) if each.phase in _IN_STEP and each.part != "workspaces")
+    largest = max((each.nbytes for each in made), default=0)
     return largest * (batches_taken(profile.facts, profile.loader_info, batch_size) or 0)
 
 
