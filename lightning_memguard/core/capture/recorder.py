@@ -136,6 +136,23 @@ class Recorder(Storages, TorchDispatchMode):
         """A node of the backward pass begins."""
         self._first_of_node = len(self._bytes)
 
+    def peak_inside(self, run: Callable[[], object]) -> tuple[int, Exception | None]:
+        """Return the bytes that a call takes at most beyond those alive before it, and the error that ended it.
+
+        Nothing of it is recorded, and what it makes is not known afterwards.
+        """
+        rows, first, now, peak, error = list[Event](), len(self._bytes), 0, 0, None
+        with patched(self, rows=rows), patched(self._scratch, spans=[], kernels=[]):
+            try:
+                run()
+            except Exception as raised:  # noqa: BLE001 - the user's code may raise anything
+                error = raised
+        for row in rows:
+            now += (row.nbytes if row.action == "alloc" else -row.nbytes) if row.case != "high" else 0
+            peak = max(peak, now)
+        self._live = {address: block for address, block in self._live.items() if block < first}
+        return peak, error
+
     def note_autotuning(self) -> None:
         """Note that kernels of products and convolutions may be chosen by torch.compile for their speed from now on."""
         self._scratch.is_autotuned = True

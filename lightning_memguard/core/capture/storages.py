@@ -138,6 +138,11 @@ class Storages:
         """Count a block that later steps find besides what was recorded, or find at most; at least, it is not there."""
         self._expected += [(case, part, nbytes) for case in (("high",) if at_most else ("point", "high"))]
 
+    def take_for_a_moment(self, nbytes: int, part: str) -> None:
+        """Count a block that is allocated here and freed at once."""
+        if nbytes > 0:
+            self.add_row("free", self.take(nbytes, "", part), "")
+
     def hold_at_most(self, inside: int, tensor: Tensor, nbytes: int) -> None:
         """Count at most so many bytes for a moment, and others for as long as a tensor lives."""
         moment, block = len(self._bytes), len(self._bytes) + 1

@@ -23,8 +23,10 @@ With 1 MiB, a GPT-2 with adapters whose activations are 672 KiB each had 41 of 1
 the peak: glibc up to 2.37 does not find a freed block again for an aligned request of the same size (its bug 14581).
 """
 
+LARGEST_IN_HEAP_BYTES = 32 << 20
+"""Where glibc's own rule lets the threshold rise to (DEFAULT_MMAP_THRESHOLD_MAX)."""
+
 _GLIBC_TRIM, _GLIBC_MMAP = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of malloc.h, see man 3 mallopt
-_GLIBC_LARGEST_BYTES = 32 << 20  # where glibc's own rule lets the threshold rise to (DEFAULT_MMAP_THRESHOLD_MAX)
 _LARGEST_HOLE_BYTES, _MOST_HOLES = 1 << 30, 10_000
 _TRIMMING_SHARE = 0.02  # of a run's time
 
@@ -74,7 +76,7 @@ def return_freed_memory(device: torch.device, *, fill_holes: bool = True) -> Cal
     def undo() -> None:
         for block in blocks:
             libc.free(block)
-        set_thresholds(_GLIBC_LARGEST_BYTES)
+        set_thresholds(LARGEST_IN_HEAP_BYTES)
 
     return undo
 

@@ -6,7 +6,8 @@ Private names of Lightning were checked on 2.5.0 to 2.6.6.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -74,7 +75,7 @@ class Pruner:
         vars(self._callback).update(_parameters_to_prune=named, _verbose=0)
         with recorder.paused():
             self._callback.setup(None, module_copy, "fit")  # names all weights if none were named, and may copy them
-        for tensor in _tensors(vars(self._callback), _DEPTH, {id(module_copy)}):
+        for tensor in tensors_held(vars(self._callback), {id(module_copy)}):
             recorder.hold(tensor)  # those that the user's callback has were counted
 
     @torch.no_grad()
@@ -146,7 +147,10 @@ def saved_parts(facts: RunFacts, own: Mapping[str, bool]) -> tuple[str, ...]:
 
 
 def hooks_that_save(facts: RunFacts, module: nn.Module) -> dict[str, bool]:
-    """The user's own methods that save a checkpoint as a fit runs, by name, and whether they save weights only."""
+    """The user's own methods that save the training as a fit runs, by name, and whether they save weights only.
+
+    That is a checkpoint, or what they write to a buffer in memory; ``torch.save`` to a file needs none.
+    """
     found: dict[str, bool] = {}
     for owner in (module, *facts.callbacks):
         own = {name: member for cls in reversed(users_classes(type(owner))) for name, member in vars(cls).items()}
@@ -159,11 +163,30 @@ def hooks_that_save(facts: RunFacts, module: nn.Module) -> dict[str, bool]:
                 continue
             seen.add(name)
             todo += code.co_names
-            if "save_checkpoint" in code.co_names:
+            if {*_names_in(code)} >= _TO_MEMORY:
+                found[f"{type(owner).__name__}.{name}"] = not any("optimizer" in each for each in _names_in(code))
+            elif "save_checkpoint" in code.co_names:
                 constants = (
                     each for const in code.co_consts for each in (const if isinstance(const, tuple) else (const,))
                 )
                 found[f"{type(owner).__name__}.{name}"] = "weights_only" in constants
+    return found
+
+
+_TO_MEMORY = {"BytesIO", "save", "state_dict"}
+
+
+def hooks_that_copy(facts: RunFacts, module: nn.Module) -> list[str]:
+    """The user's own hooks that may keep a copy of the module's state, such as its best weights, by name."""
+    found = []
+    for owner in (module, *facts.callbacks):
+        own = {name: member for cls in reversed(users_classes(type(owner))) for name, member in vars(cls).items()}
+        for name in [each for each in own if each.endswith(("epoch_end", "validation_end"))]:
+            names = {*_names_in(own[name])}
+            names |= {each for called in names for each in _names_in(own.get(called))}
+            elsewhere = facts.device.type != "cpu" and "cpu" in names
+            if "state_dict" in names and names & {"deepcopy", "clone"} and not elsewhere:
+                found.append(f"{type(owner).__name__}.{name}")
     return found
 
 
@@ -254,6 +277,11 @@ def held_bytes(callbacks: Iterable[Callback], module: nn.Module, device: torch.d
     return part_bytes({"own": own, "held": held}, device.type)["held"]
 
 
+def tensors_held(thing: object, seen: set[int]) -> Iterator[torch.Tensor]:
+    """Yield the tensors in an object's containers, objects and modules, but for those that were ``seen``, by ``id``."""
+    return _tensors(thing, _DEPTH, seen)
+
+
 def _tensors(thing: object, depth: int, seen: set[int]) -> Iterator[torch.Tensor]:
     if id(thing) in seen or depth < 0:
         return
@@ -274,10 +302,12 @@ def _tensors(thing: object, depth: int, seen: set[int]) -> Iterator[torch.Tensor
 _LATER_HOOKS = (
     *("on_train_epoch_start", "on_train_epoch_end", "on_train_batch_start", "on_train_batch_end"),
     *("on_validation_epoch_end", "on_validation_end"),
+    *("on_sanity_check_start", "on_sanity_check_end", "on_train_start"),
 )
 _COMPUTES = (
     *("no_grad", "inference_mode", "eval", "backward", "deepcopy", "forward", "predict_step", "topk", "sample"),
     *("cat", "concat", "stack", "vstack", "hstack"),  # which join what was collected
+    *("rand", "randn", "zeros", "ones", "empty", "full", "tensor", "from_numpy"),
     "BytesIO",  # which it may save to
 )
 _UNFREEZES = ("requires_grad", "requires_grad_", "unfreeze")
@@ -303,17 +333,25 @@ def notes_on_profiler(profiler: object) -> tuple[str, ...]:
 
 
 def _names_in(function: object) -> tuple[str, ...]:
-    return getattr(getattr(function, "__code__", None), "co_names", ())
+    """The names that a function's code reads, with those of functions inside it."""
+    code = getattr(function, "__code__", function)
+    if not isinstance(code, CodeType):
+        return ()
+    return (*code.co_names, *(name for const in code.co_consts for name in _names_in(const)))
 
 
-def hooks_that_compute(callbacks: Iterable[object]) -> list[str]:
-    """Hooks of callbacks outside Lightning that run a model or copy one while a fit lasts, by name."""
+def hooks_that_compute(callbacks: Iterable[object], but: Callable[[object, str], bool] = lambda *_: False) -> list[str]:
+    """Hooks of callbacks outside Lightning that run a model, copy one or make tensors while a fit lasts, by name.
+
+    ``but`` tells which are predicted.
+    """
     hooks = ((callback, hook, getattr(callback, hook, None)) for callback in callbacks for hook in _LATER_HOOKS)
     return [
         f"{type(callback).__name__}.{hook}"
         for callback, hook, function in hooks
         if str(getattr(function, "__module__", "lightning")).partition(".")[0] not in LEAD_EVERYWHERE
         and _computes(callback, function)
+        and not but(callback, hook)
     ]
 
 

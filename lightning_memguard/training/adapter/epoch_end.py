@@ -1,4 +1,4 @@
-"""The module's own hook at the end of an epoch, run on its copy with what a whole epoch leaves in its lists.
+"""Hooks at the end of an epoch, run on copies of the module and of callbacks with what a whole epoch leaves in lists.
 
 Only the first batches ran; what the others would have appended is the last entry again, which takes no memory here: it
 was counted before.
@@ -6,44 +6,63 @@ was counted before.
 
 from __future__ import annotations
 
+import builtins
+import dis
 import importlib
-from collections.abc import Iterator
+import types
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
+from torch.nn import functional
+from typing_extensions import override
 
 from lightning_memguard.core.capture.holders import users_classes
 from lightning_memguard.core.capture.recorder import Recorder
 from lightning_memguard.core.foreign import patched
+from lightning_memguard.core.simulation.fake import fake_copy, real_copy
+from lightning_memguard.core.trace.trace import WORTH_A_NOTE
+from lightning_memguard.training.adapter.callbacks import tensors_held
+from lightning_memguard.training.adapter.stand_ins import IdleCallback
 from lightning_memguard.training.facts.lightning_types import lightning_of
+from lightning_memguard.training.facts.ranks import attempt
+from lightning_memguard.units import format_bytes
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer
+    from torch._subclasses.fake_tensor import FakeTensorMode
 
 _MOST_BATCHES = 1 << 14  # a hook that goes through more of them one by one would take long
-COPIES = 2  # of what is kept, at most, if the hook cannot be run: joined, and computed with
+# Of what is kept, at most, if the hook cannot be run: joined, less its mean, and what a library makes of that: NumPy's
+# `std` a difference and its square.
+COPIES = 4
 
 
 class Lists:
-    """Lists of a module that grow by each batch: attributes, and lists in dictionaries that are attributes."""
+    """Lists that grow by each batch, of a module and of callbacks: attributes, and lists in dictionaries of theirs."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self._before = {id(each): len(each) for each in _lists_of(module)}
+    def __init__(self, owners: Sequence[object]) -> None:
+        self._owners = owners
+        self._before = {id(each): len(each) for each in self._lists()}
+        self._is_full = False
 
-    def fill(self, module: nn.Module, batches: int, in_all: int) -> None:
-        """Repeat what the last of ``batches`` appended, as if there had been ``in_all``."""
-        for each in [*_lists_of(module)] if batches else []:
+    def fill(self, batches: int, in_all: int) -> None:
+        """Repeat what the last of ``batches`` appended, as if there had been ``in_all``; once."""
+        lists, self._is_full = [*self._lists()] if batches and not self._is_full else [], True
+        for each in lists:
             grown = len(each) - self._before.get(id(each), 0)
             if grown > 0 and grown % batches == 0:
-                each.extend(each[-(grown // batches) :] * max(0, in_all - batches))
+                each.extend([*each][-(grown // batches) :] * max(0, in_all - batches))
 
-
-def _lists_of(module: nn.Module) -> Iterator[list[Any]]:
-    for owner in module.modules():
-        for value in [*vars(owner).values()]:
-            for each in [value, *value.values()] if isinstance(value, dict) else [value]:
-                if type(each) is list:
-                    yield each
+    def _lists(self) -> Iterator[Any]:
+        for owner in self._owners:
+            for part in owner.modules() if isinstance(owner, nn.Module) else [owner]:
+                for value in [*vars(part).values()]:
+                    for each in [value, *value.values()] if isinstance(value, dict) else [value]:
+                        if type(each) in (list, deque):
+                            yield each
 
 
 def has_own(owner: object, hook: str) -> bool:
@@ -51,21 +70,249 @@ def has_own(owner: object, hook: str) -> bool:
     return any(hook in vars(cls) for cls in users_classes(type(owner)))
 
 
+class CollectingCallback(IdleCallback):
+    """The user's callback as one that keeps what batches give: some of its hooks run, on a copy of it.
+
+    Attributes:
+        memguard_copy: the copy; None once a hook of it has raised, as one that needs values does.
+        memguard_hooks: those that run.
+    """
+
+    def __init__(self, original: object, copy: object, hooks: Sequence[str]) -> None:
+        super().__init__(original)
+        vars(self).update(memguard_copy=copy, memguard_hooks=hooks)
+
+    @override
+    def __getattr__(self, name: str) -> Any:
+        own = vars(self).get("memguard_copy")
+        if own is None or name not in vars(self)["memguard_hooks"]:
+            return super().__getattr__(name)
+        return lambda *args: self.memguard_run(name, args)
+
+    def memguard_run(self, name: str, args: tuple[Any, ...]) -> None:
+        """Run a hook of the copy, in the copy's name."""
+        if attempt(lambda: getattr(vars(self)["memguard_copy"], name)(*args)).reason:
+            vars(self)["memguard_copy"] = None
+
+
+AFTER_BATCHES = ("on_train_batch_end", "on_validation_batch_end", "on_test_batch_end", "on_predict_batch_end")
+BEFORE_TRAINING = ("on_sanity_check_start", "on_sanity_check_end", "on_train_start")
+AT_EPOCH_END = {
+    "fit": ("on_train_epoch_end",),
+    "validate": ("on_validation_epoch_end", "on_validation_end"),
+    "test": ("on_test_epoch_end", "on_test_end"),
+    "predict": ("on_predict_epoch_end",),
+}
+
+
+def collecting(
+    callback: object,
+    trainer: object,
+    module: nn.Module,
+    stage: str,
+    copies: tuple[nn.Module, FakeTensorMode | None],
+    recorder: Any,
+) -> object:
+    """Return the callback as one that collects what batches give, if its hooks do no more; else as an idle one."""
+    after = [hook for hook in AFTER_BATCHES if has_own(callback, hook)]
+    hooks = [*BEFORE_TRAINING, *(after if all(only_computes(callback, hook, module) for hook in after) else [])]
+    hooks = [hook for hook in hooks if runs_here(callback, hook, module)]
+    at_end = AT_EPOCH_END.get(stage, ())
+    if not hooks and not any(runs_here(callback, hook, module) for hook in at_end):
+        return IdleCallback(callback)
+    module_copy, mode = copies
+    box: Any = nn.Module()
+    box.callback = callback
+    instead = {id(trainer): None, id(module): module_copy}
+    copied: Any = attempt(
+        lambda: fake_copy(box, mode, torch.device("cpu"), instead) if mode else real_copy(box, instead)
+    )
+    own = getattr(copied.value, "callback", None)
+    if own is None or own is callback:
+        return IdleCallback(callback)
+    for tensor in tensors_held(vars(own), {id(module_copy)}):
+        recorder.hold(tensor)  # those that the user's callback has were counted
+    return CollectingCallback(callback, own, hooks)
+
+
+def own_copy(callback: object) -> object | None:
+    """The copy behind a callback of the shadow Trainer; None if its hooks do not run."""
+    return vars(callback).get("memguard_copy")
+
+
+# -- running the hooks
+
+
 def run_hook(
-    trainer: Trainer, module: LightningModule, hook: str, recorder: Recorder, lists: Lists, batches: int, in_all: int
+    trainer: Trainer,
+    module: LightningModule,
+    owner: object,
+    hook: str,
+    recorder: Recorder,
+    lists: Lists,
+    batches: int,
+    in_all: int,
 ) -> None:
     """Run a hook at the end of an evaluation, as Lightning calls it; if it raises, count copies of what is kept."""
-    if not has_own(module, hook):
+    name, kept = f"{type(owner).__name__}.{hook}", recorder.alive_bytes
+    try:
+        _check(in_all)
+        lists.fill(batches, in_all)
+        with patched(recorder, module=name):
+            _call(trainer, module, owner, hook)
+    except Exception as error:  # noqa: BLE001 - the user's code may raise anything, and often needs values here
+        recorder.assumptions[_not_run(name, _why(error))] = None
+        recorder.expect(COPIES * max(0, kept), "activations", at_most=True)
+
+
+def run_after_training(
+    trainer: Trainer,
+    module: LightningModule,
+    owner: object,
+    recorder: Recorder,
+    fill: Callable[[], object],
+    in_all: int,
+    samples: int,
+    kept_bytes: int,
+) -> None:
+    """Run the hook at the end of an epoch of training, and count what it takes as one block.
+
+    How many entries it goes through depends on the batch size, so its events would not match those at another one; in
+    whole bytes a sample, what it takes is the same at each. ``kept_bytes`` an epoch leaves.
+    """
+    hook = AT_EPOCH_END["fit"][0]
+    name = f"{type(owner).__name__}.{hook}"
+
+    def run() -> None:
+        _check(in_all)
+        fill()
+        _call(trainer, module, owner, hook)
+
+    taken, error = recorder.peak_inside(run)
+    step = max(1, samples)
+    recorder.mark("epoch end")
+    with patched(recorder, module=name):
+        recorder.take_for_a_moment(-(-taken // step) * step, "activations")
+    if error is not None:
+        bound(owner, recorder, kept_bytes, _why(error))
+    elif taken >= WORTH_A_NOTE:
+        recorder.assumptions[f"{name} takes {format_bytes(taken)} at the end of an epoch, which is included"] = None
+
+
+def bound(owner: object, recorder: Recorder, kept_bytes: int, why: str) -> None:
+    """Count copies of what an epoch of training leaves, at most, for a hook at its end that does not run here."""
+    recorder.expect(COPIES * kept_bytes, "activations", at_most=True)
+    if kept_bytes >= WORTH_A_NOTE:
+        recorder.assumptions[_not_run(f"{type(owner).__name__}.{AT_EPOCH_END['fit'][0]}", why)] = None
+
+
+def bound_collected(
+    callbacks: Iterable[object], runs: Callable[[object], bool], hook: str, recorder: Recorder, nbytes: int
+) -> None:
+    """Count, at most, what callbacks keep whose hook after batches does not run here, and copies of it.
+
+    ``nbytes`` are the results of an epoch's batches, which it is given.
+    """
+    for owner in callbacks:
+        if keeps(owner, hook) and not runs(owner) and nbytes >= WORTH_A_NOTE:
+            recorder.expect((1 + COPIES) * nbytes, "activations", at_most=True)
+            name = f"{type(owner).__name__}.{hook}"
+            recorder.assumptions[f"at most, {name} keeps the results of an epoch, and copies them"] = None
+
+
+def _check(in_all: int) -> None:
+    if in_all > _MOST_BATCHES:
+        raise OverflowError(f"{in_all} batches")
+
+
+def _call(trainer: Trainer, module: LightningModule, owner: object, hook: str) -> None:
+    if owner is not module:
+        getattr(owner, hook)(trainer, module)
         return
     call = importlib.import_module(f"{lightning_of(module).__name__}.trainer.call")
-    name, kept = f"{type(module).__name__}.{hook}", recorder.alive_bytes
-    try:
-        if in_all > _MOST_BATCHES:
-            raise OverflowError(f"{in_all} batches")  # noqa: TRY301
-        lists.fill(module, batches, in_all)
-        with patched(recorder, module=name):
-            call._call_lightning_module_hook(trainer, hook, pl_module=module)
-    except Exception as error:  # noqa: BLE001 - the user's code may raise anything, and often needs values here
-        why = str(error).strip().partition("\n")[0][:120] or type(error).__name__
-        recorder.assumptions[f"{name} was not run on a copy ({why}): at most, it copies what the epoch left"] = None
-        recorder.expect(COPIES * max(0, kept), "activations", at_most=True)
+    call._call_lightning_module_hook(trainer, hook, pl_module=module)
+
+
+def _why(error: Exception) -> str:
+    return _short(str(error)) or type(error).__name__
+
+
+def _not_run(name: str, why: str) -> str:
+    return f"{name} was not run on a copy ({why}): at most, it copies what the epoch left"
+
+
+def _short(reason: str) -> str:
+    return reason.strip().partition("\n")[0][:120]
+
+
+# -- which hooks run
+
+
+def runs_here(owner: object, hook: str, module: nn.Module) -> bool:
+    """Whether the user has this hook and it runs on a copy: what it takes is predicted, or named if it fails there."""
+    at_end = (each for hooks in AT_EPOCH_END.values() for each in hooks)
+    is_run = hook in (*AFTER_BATCHES, *BEFORE_TRAINING, *at_end)
+    return is_run and has_own(owner, hook) and only_computes(owner, hook, module)
+
+
+def keeps(owner: object, hook: str) -> bool:
+    """Whether a hook of the user's names what puts something into a list, and not only a number."""
+    code = getattr(getattr(type(owner), hook, None), "__code__", None) if has_own(owner, hook) else None
+    names = _names_in(code)[0] if code else set()
+    return bool(names & {"append", "extend", "appendleft", "setdefault", "update"}) and not (
+        "item" in names and not names & {"numpy", "cpu", "detach", "tolist"}
+    )
+
+
+def only_computes(owner: object, hook: str, module: nn.Module) -> bool:
+    """Whether a hook, and what it calls of its owner's, names nothing but tensors, lists, and its own or the module's.
+
+    One that reads loaders, writes files or starts threads is not run.
+    """
+    classes = (cls for each in (module, owner) for cls in reversed(users_classes(type(each))))
+    own = {name: member for cls in classes for name, member in vars(cls).items()}
+    known = _KNOWN | {*vars(owner), *vars(module), *own, *module._modules, *module._parameters, *module._buffers}
+    for member in own.values():
+        known |= _names_in(member.__code__)[1] if isinstance(member, types.FunctionType) else set()
+    todo, seen = [own.get(hook)], set[int]()
+    while todo:
+        function = getattr(todo[-1], "fget", todo[-1])
+        function = getattr(function, "__func__", function)
+        todo.pop()
+        if not isinstance(function, types.FunctionType) or id(function) in seen:
+            continue
+        seen.add(id(function))
+        for name in _names_in(function.__code__)[0]:
+            value = function.__globals__.get(name)
+            if isinstance(value, types.FunctionType):
+                todo.append(value)
+            elif isinstance(value, types.ModuleType):
+                if value.__name__.partition(".")[0] not in _LIBRARIES:
+                    return False
+            elif name not in known:
+                return False
+            todo.append(own.get(name))
+    return True
+
+
+def _names_in(code: types.CodeType) -> tuple[set[str], set[str]]:
+    """The names that code reads, and those of attributes that it sets."""
+    loaded, stored = set[str](), set[str]()
+    for each in dis.get_instructions(code):
+        if each.opcode in dis.hasname:
+            (stored if each.opname.startswith("STORE") else loaded).add(each.argval)
+        elif isinstance(each.argval, types.CodeType):
+            inside = _names_in(each.argval)
+            loaded, stored = loaded | inside[0], stored | inside[1]
+    return loaded, stored
+
+
+_LIBRARIES = ("torch", "torchmetrics", "math", "numpy", "gc", "sklearn")
+_ACT = {"save", "load", "compile", "eval", "exec", "open", "input", "breakpoint", "exit", "quit", "help", "__import__"}
+_KNOWN = {
+    *(name for of in (torch.Tensor, torch, functional, torch.linalg, list, dict, set, deque, str) for name in dir(of)),
+    *dir(builtins),
+    *("log", "log_dict", "trainer", "current_epoch", "global_step", "sanity_checking", "is_global_zero", "training"),
+    *_LIBRARIES,
+    *("linalg", "fft", "special", "functional", "metrics", "update", "compute", "reset", "collect"),
+} - _ACT

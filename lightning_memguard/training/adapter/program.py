@@ -32,7 +32,7 @@ from lightning_memguard.core.simulation.fake import fake_copy, pyro_params_of, r
 from lightning_memguard.core.torch_port import tree_leaves, tree_map
 from lightning_memguard.errors import CannotTraceError
 from lightning_memguard.training.adapter import callbacks
-from lightning_memguard.training.adapter.epoch_end import has_own
+from lightning_memguard.training.adapter.epoch_end import has_own, only_computes
 from lightning_memguard.training.adapter.loader_access import preserve_loader_classes, set_batch_size
 from lightning_memguard.training.adapter.shadow import LightningStep, Shadow, StepsDone, lending_optimizers
 from lightning_memguard.training.facts.lightning_types import is_a
@@ -117,11 +117,12 @@ class LightningProgram(LightningStep):
                 shadow.run(module_copy, self.families, fake=fake)
             if self.trains:
                 shadow.trainer.fit_loop.epoch_loop._results.batch = None  # as at the end of an epoch
-                shadow.marker.compute_metrics(module_copy)
+                shadow.marker.end_epoch(shadow.trainer, module_copy)
         if self.stage == "fit" and not recorder.ran_backward:
             note = "training_step led to no backward pass (did it return None?): its memory is not included"
             recorder.assumptions[note] = None
-        if self.stage == "fit" and has_own(self.module, "on_train_epoch_end"):
+        hook, module = "on_train_epoch_end", self.module
+        if self.stage == "fit" and has_own(module, hook) and not only_computes(module, hook, module):
             trained = {id(each) for optimizer in shadow.trainer.optimizers for each in _parameters_of(optimizer)}
             if not any(id(each) in trained for each in module_copy.parameters()):  # then it learns in that hook
                 name = f"{type(self.module).__name__}.on_train_epoch_end"
@@ -195,6 +196,8 @@ class LightningProgram(LightningStep):
                     self._record_surroundings(recorder, model, shadow)
 
             shadow = Shadow(self, device, recorder, start, batch_size)
+            if recorded:
+                shadow.collect(module_copy, mode)
             for path, child in self.module.named_modules():
                 for name in [name for name, value in vars(child).items() if value is self.trainer]:
                     vars(module_copy.get_submodule(path))[name] = shadow.trainer

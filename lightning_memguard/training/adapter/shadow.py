@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import importlib
 import itertools
 import math
@@ -28,7 +29,7 @@ from typing_extensions import override
 
 from lightning_memguard.core import torch_port as port
 from lightning_memguard.core.batch.batches import Batches
-from lightning_memguard.core.batch.nesting import tensors_in
+from lightning_memguard.core.batch.nesting import batch_bytes, tensors_in
 from lightning_memguard.core.capture.counters import Counters
 from lightning_memguard.core.capture.holders import Holder, Use, holdings, roots_of, use_of
 from lightning_memguard.core.capture.leftovers import Garbage, Leftovers
@@ -41,7 +42,18 @@ from lightning_memguard.core.trace.kept import RETURNED, Kept, places
 from lightning_memguard.core.trace.trace import WORTH_A_NOTE
 from lightning_memguard.training.adapter import stand_ins
 from lightning_memguard.training.adapter.callbacks import Average, Pruner
-from lightning_memguard.training.adapter.epoch_end import COPIES, Lists, has_own, run_hook
+from lightning_memguard.training.adapter.epoch_end import (
+    AT_EPOCH_END,
+    Lists,
+    bound,
+    bound_collected,
+    collecting,
+    has_own,
+    only_computes,
+    own_copy,
+    run_after_training,
+    run_hook,
+)
 from lightning_memguard.training.adapter.metrics import compute_over_epoch
 from lightning_memguard.training.facts.lightning_types import is_a, lightning_of
 from lightning_memguard.training.facts.ranks import attempt
@@ -54,6 +66,7 @@ if TYPE_CHECKING:
     from pytorch_lightning import LightningDataModule, LightningModule, Trainer
     from pytorch_lightning.plugins import Precision
     from pytorch_lightning.strategies import SingleDeviceStrategy, Strategy
+    from torch._subclasses.fake_tensor import FakeTensorMode
 
     from lightning_memguard.core.capture.program import Around, Change
 
@@ -66,7 +79,7 @@ _PRUNINGS = 2  # of an epoch each: the second finds the masks of the first
 _MOST_BATCHES = 16  # optimizers stepped by hand may step rarely
 # What a step without a backward pass leaves behind is known after the second: the third runs next to all of it.
 _EVALUATED = 3
-_STAGES = {"validate": "validation", "test": "test", "predict": "predict"}
+_LOOPS = {"fit": "train", "validate": "validation", "test": "test", "predict": "predict"}
 _PHASES = {"validate": "validation", "test": "test", "predict": "prediction"}
 
 
@@ -195,6 +208,14 @@ class Shadow:
             sharded = program.layout.strategy_for(trainer, device, _precision_of(program), start)
             trainer._accelerator_connector.strategy = sharded
         return trainer
+
+    def collect(self, module_copy: nn.Module, mode: FakeTensorMode | None) -> None:
+        """Let the user's callbacks that keep what batches give do so, on copies."""
+        program, copies = self.program, (module_copy, mode)
+        user, recorder = program.trainer, self.marker.recorder
+        things: dict[str, Any] = {"trainer": user, "module": program.module, "copies": copies, "recorder": recorder}
+        make = functools.partial(collecting, stage=program.stage, **things)
+        self.trainer.callbacks = [*map(make, getattr(program.trainer, "callbacks", ())), self.marker]  # type: ignore[attr-defined]
 
     def run(self, module_copy: LightningModule, batches: tuple[Batches, ...], *, fake: bool) -> None:
         """Run batches of one loader, or of several that are evaluated one after the other."""
@@ -365,11 +386,14 @@ class PhaseMarkerMixin:
         self.alive_bytes: list[int] = []  # before each batch that is evaluated
         self.leftovers = Leftovers(recorder, self.steps_recorded)
         self.garbage = Garbage(recorder)
-        self.lists: Lists | None = None
+        self.left_bytes = 0  # by an epoch of steps
+        self.output_bytes = 0  # of a batch
+        self.lists = Lists(())
 
     # -- training
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.lists = Lists(self.owners(trainer, pl_module))
         self.use_hooks_of_datamodule(trainer)
         user, lent = self.program.trainer.strategy, vars(trainer.strategy)
         vars(user).update({name: lent[name] for name in _OPTIMIZERS if name in vars(user) and name in lent})
@@ -383,6 +407,10 @@ class PhaseMarkerMixin:
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         if scaler is not None:
             port.steps_unscaled(scaler)
+        for callback in trainer.callbacks if self.program.trainer.num_sanity_val_steps else ():  # type: ignore[attr-defined]
+            for hook in ("on_sanity_check_start", "on_sanity_check_end"):  # Lightning calls the other before training
+                if call := getattr(callback, hook, None):
+                    call(trainer, pl_module)
         self.on_ready()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
@@ -423,15 +451,37 @@ class PhaseMarkerMixin:
         rest = max(0, samples - recorded * size)
         more = -(-left // size) * rest
         self.recorder.expect(more, "activations")  # by the sample: a line at every size
-        hooks = [each for each in (pl_module, *self.users_callbacks) if has_own(each, "on_train_epoch_end")]
-        if hooks:  # which may join what the epoch has left
-            self.recorder.expect(COPIES * more, "activations", at_most=True)
-        if hooks and more >= WORTH_A_NOTE:
-            name = f"{type(hooks[0]).__name__}.on_train_epoch_end"
-            self.recorder.assumptions[f"at most, {name} copies what an epoch leaves, {COPIES} times"] = None
-        self.samples = samples
+        self.samples, self.left_bytes = samples, -(-left // size) * samples
         if more >= WORTH_A_NOTE:
             self.recorder.assumptions[f"{each}; what an epoch leaves is included"] = None
+
+    def owners(self, trainer: Trainer, pl_module: LightningModule) -> list[object]:
+        """The copies whose hooks run here, in Lightning's order: of callbacks that collect, and the module's."""
+        copies = map(own_copy, trainer.callbacks)  # type: ignore[attr-defined]
+        return [*(each for each in copies if each is not None), pl_module]
+
+    def end_epoch(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Run what the hooks at the end of a training epoch compute, with what an epoch leaves."""
+        self.compute_metrics(pl_module)
+        hook, seen = AT_EPOCH_END["fit"][0], self.batches - 1
+        in_all = max(seen, self.samples // self.batch_size)
+        owners = self.owners(trainer, pl_module)
+        for owner in owners:
+            if has_own(owner, hook) and only_computes(owner, hook, pl_module):
+                fill = functools.partial(self.lists.fill, seen, in_all)
+                sizes = in_all, self.samples, self.left_bytes
+                run_after_training(trainer, pl_module, owner, self.recorder, fill, *sizes)
+        ran = {type(each) for each in owners if only_computes(each, hook, pl_module)}
+        for owner in (pl_module, *self.users_callbacks):
+            if has_own(owner, hook) and type(owner) not in ran and self.left_bytes:
+                bound(owner, self.recorder, self.left_bytes, "it does more than compute")
+        self.bound_collected(trainer, in_all)
+
+    def bound_collected(self, trainer: Trainer, batches: int) -> None:
+        ran, hook = {type(own_copy(each)) for each in trainer.callbacks}, f"on_{_LOOPS[self.program.stage]}_batch_end"  # type: ignore[attr-defined]
+        if self.recorder.device_type == "cpu":  # elsewhere they keep them on the host, as far as is known
+            given = batches * self.output_bytes
+            bound_collected(self.users_callbacks, lambda owner: type(owner) in ran, hook, self.recorder, given)
 
     @property
     def users_callbacks(self) -> Iterable[object]:
@@ -486,8 +536,14 @@ class PhaseMarkerMixin:
         self.recorder.label_held_by([optimizer])
         self.recorder.mark("forward")
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: object) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: object, *_: object) -> None:
+        self.output_bytes = max(self.output_bytes, batch_bytes(outputs))
         self.average(between_epochs=False)
+
+    def on_validation_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: object, *_: Any) -> None:
+        self.output_bytes = max(self.output_bytes, batch_bytes(outputs))
+
+    on_test_batch_end = on_predict_batch_end = on_validation_batch_end
 
     def average(self, *, between_epochs: bool) -> None:
         for average in self.averages:
@@ -520,7 +576,7 @@ class PhaseMarkerMixin:
             selector.datamodule = datamodule
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.lists = Lists(pl_module)
+        self.lists = Lists(self.owners(trainer, pl_module))
         self.use_hooks_of_datamodule(trainer)
         deepspeed.label(trainer.strategy.model, self.recorder)
 
@@ -545,10 +601,13 @@ class PhaseMarkerMixin:
         batches, size = self.program.batches_per_epoch, self.batch_size
         count = (batches(size) if batches else None) or 0
         count = min(count, self.limit * self.loaders) if type(self.limit) is int else int(count * self.limit)
-        seen, stage = len(self.alive_bytes) * self.loaders, _STAGES[self.program.stage]
-        if self.lists is not None:
-            hook = f"on_{stage}_epoch_end"
-            run_hook(trainer, pl_module, hook, self.recorder, self.lists, seen, max(seen, count))
+        seen = len(self.alive_bytes) * self.loaders
+        owners, lists, in_all = self.owners(trainer, pl_module), self.lists, max(seen, count)
+        for hook in AT_EPOCH_END[self.program.stage]:
+            for owner in owners:
+                if has_own(owner, hook) and (owner is pl_module or only_computes(owner, hook, pl_module)):
+                    run_hook(trainer, pl_module, owner, hook, self.recorder, lists, seen, in_all)
+        self.bound_collected(trainer, in_all)
         raise StepsDone  # what follows needs values
 
     on_test_epoch_end = on_predict_epoch_end = on_validation_epoch_end

@@ -137,7 +137,7 @@ def batch_sizes(
     subject = subject_of(model, example, precision=precision, **given)
     if (strategy, devices, num_nodes) != ("auto", 1, 1):
         subject = on_ranks(subject, strategy, devices, num_nodes)
-    limits = Limits(margin, None if budget is None else parse_bytes(budget), max_batch_size=max_batch_size)
+    limits = Limits(margin, None if budget is None else parse_bytes(budget, "budget"), max_batch_size=max_batch_size)
     found = largest_at_lengths(subject, wanted, device, limits, batch_at)
     if found[0].too_large and not any(each.largest for each in found):
         raise found[0].too_large.led_by(f"At length {wanted[0]}, the shortest, not even one sample fits.")

@@ -26,6 +26,7 @@ from lightning_memguard.training.data.loaders import leaves_one, leaves_out, spo
 from lightning_memguard.training.facts.ranks import Attempt, Ranks, attempt, failed
 from lightning_memguard.training.planning.advise import setting_that_saves
 from lightning_memguard.training.planning.search import largest_that_runs, smallest_fast
+from lightning_memguard.training.run.freed import trims, with_freed_blocks
 from lightning_memguard.training.run.guard_settings import GuardSettings
 from lightning_memguard.training.run.profile import (
     MOST_IN_A_BATCH,
@@ -313,6 +314,8 @@ def _own_choice(profile: RunProfile, settings: GuardSettings) -> Choice:
     if saving and decision.footprint and saving.most_device_bytes > decision.footprint.most_device_bytes:
         decision = replace(decision, footprint=saving)
     decision = replace(decision, host=profile.host_at(decision.batch_size))
+    profile = replace(profile, trims=settings.mode == "tune" and trims(decision, profile))
+    decision = with_freed_blocks(decision, profile)
     if not profile.request.free_to_choose:
         decision = _unchanged(decision, profile.request, settings)
     return decision, profile

@@ -13,7 +13,7 @@ from torch.optim import LBFGS
 
 from lightning_memguard.core.decision.decision import Decision
 from lightning_memguard.core.decision.record import EpochRecord, Measured
-from lightning_memguard.core.device.malloc import KEPT_FREED_RATIO, Trimmer, return_freed_memory
+from lightning_memguard.core.device.malloc import Trimmer, return_freed_memory
 from lightning_memguard.core.device.meter import ActualSnapshot, save_snapshot_now
 from lightning_memguard.core.device.out_of_memory import ran_out_of_memory
 from lightning_memguard.core.replay.learned import range_after
@@ -129,7 +129,7 @@ class GuardedRun:
             self._undo.append(rewrite(validation, size))
         if not tunes:
             return
-        if self.decision.would_overrun(KEPT_FREED_RATIO):
+        if profile.trims:
             self._undo.append(return_freed_memory(self.device))
             self._trim = Trimmer() if self.device.type == "cpu" else None
         self._follow()

@@ -36,6 +36,7 @@ from lightning_memguard.core.trace.growth import grow
 from lightning_memguard.core.trace.kept import Kept, fit_kept
 from lightning_memguard.core.trace.trace import OPTIONAL_PARTS, WORTH_A_NOTE, Trace
 from lightning_memguard.training.adapter import callbacks
+from lightning_memguard.training.adapter.epoch_end import runs_here
 from lightning_memguard.training.adapter.program import LightningProgram
 from lightning_memguard.training.data.loaders import LoaderInfo, epoch_size_for, find, largest_for, limit_of, loaders_at
 from lightning_memguard.training.data.samples import RunSamples, sample
@@ -147,11 +148,13 @@ class RunProfile:
         saved_parts: parts of the training that its checkpoints hold.
         unsaved_bytes: of the parameters and buffers, what its checkpoints do not hold; below 0 if they hold more.
         made_to_save_bytes: of tensors that a hook makes for a checkpoint.
+        copied_bytes: what hooks may keep of the module's state.
         notes_on_saving: what had to be assumed of its checkpoints.
         host: what the host offers; None on the CPU, where it is the device.
         shared: what /dev/shm offers; None without one.
         notes: what had to be assumed, in plain words.
         kept: what each batch leaves behind.
+        trims: whether glibc is made to return freed blocks while it runs.
     """
 
     run: Run
@@ -170,11 +173,13 @@ class RunProfile:
     saved_parts: tuple[str, ...] = ()
     unsaved_bytes: int = 0
     made_to_save_bytes: int = 0
+    copied_bytes: int = 0
     notes_on_saving: tuple[str, ...] = ()
     host: Budget | None = None
     shared: Budget | None = None
     notes: tuple[str, ...] = ()
     kept: tuple[Kept, ...] = ()
+    trims: bool = False
 
     @property
     def facts(self) -> RunFacts:
@@ -320,6 +325,8 @@ class RunProfile:
         """A footprint with what was found after the steps were predicted; on the CPU, with what workers take."""
         for part, nbytes in self.extra.items():
             footprint = footprint.plus(nbytes, part)
+        if self.copied_bytes:
+            footprint = footprint.plus_outside(self.copied_bytes)
         if self.workers and not self.host:
             ahead = self.workers.ahead_bytes(footprint.batch_size, self._validation_size)
             own = self._workers_bytes(footprint.batch_size)
@@ -624,7 +631,8 @@ def profile_of(reading: Reading, captures: Captures) -> RunProfile:
     if validation.value and validation.value.prediction.method == "states":
         why = "; ".join(validation.value.prediction.notes)
         notes = (f"the memory of validation's activations is unknown: {why}",)
-    hooks = ", ".join(callbacks.hooks_that_compute(run.facts.callbacks))
+    computing = callbacks.hooks_that_compute(run.facts.callbacks, but=partial(runs_here, module=run.program.module))
+    hooks = ", ".join(computing)
     notes += (f"memory that callbacks take as they run is measured, not predicted: {hooks}",) if hooks else ()
     notes += callbacks.notes_on_profiler(getattr(run.program.trainer, "profiler", None))
     trace, plain = next(iter(prediction.surveyed.values()), None), not (run.program.layout or prediction.kinds)
@@ -632,6 +640,11 @@ def profile_of(reading: Reading, captures: Captures) -> RunProfile:
     between = tuple(_alive_between_steps(trace, gradients=True)) if on_cpu and trace else ()
     module = run.program.module
     savers = callbacks.hooks_that_save(run.facts, module)
+    copying = callbacks.hooks_that_copy(run.facts, module) if run.program.trains else []
+    state = [*module.parameters(), *module.buffers()] if copying else []
+    copied = part_bytes({"": state}, run.facts.device.type)[""]
+    if copied >= WORTH_A_NOTE:
+        notes += (f"at most, {format_bytes(copied)} are a copy of the weights that {', '.join(copying)} keeps",)
     saved = callbacks.saved_parts(run.facts, savers)
     unsaved, made = (0, 0)
     datamodule = getattr(run.program.trainer, "datamodule", None)
@@ -653,8 +666,9 @@ def profile_of(reading: Reading, captures: Captures) -> RunProfile:
         saved_parts=saved,
         unsaved_bytes=unsaved,
         made_to_save_bytes=made,
+        copied_bytes=copied,
         notes_on_saving=(
-            *((f"{', '.join(savers)} saves a checkpoint, whose buffer in memory is included",) if savers else ()),
+            *((f"{', '.join(savers)} saves the training, whose buffer in memory is included",) if savers else ()),
             *callbacks.notes_on_hyperparameters(module, datamodule),
         )
         if saved

@@ -48,8 +48,8 @@ def in_a_child(work: Callable[[], int]) -> int:
 def _leave_holes() -> list[torch.Tensor]:
     """A heap as an earlier training leaves it: large blocks were freed between small ones that stay."""
     libc = malloc._glibc()
-    libc.mallopt(malloc._GLIBC_MMAP, malloc._GLIBC_LARGEST_BYTES)
-    libc.mallopt(malloc._GLIBC_TRIM, 2 * malloc._GLIBC_LARGEST_BYTES)
+    libc.mallopt(malloc._GLIBC_MMAP, malloc.LARGEST_IN_HEAP_BYTES)
+    libc.mallopt(malloc._GLIBC_TRIM, 2 * malloc.LARGEST_IN_HEAP_BYTES)
     blocks = [torch.ones(2 * MIB // 4 if at % 2 else KIB) for at in range(60)]
     return blocks[::2]
 

@@ -8,6 +8,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_memguard import DoesNotFitError, MemGuard
+from lightning_memguard.training.adapter.epoch_end import only_computes
 from lightning_memguard.units import MIB
 from tests.training.quiet import quiet_trainer
 
@@ -76,16 +77,56 @@ class AtEpochEnd(Collects):
         self.outs.clear()
 
 
+class Plain(Collects):
+    def validation_step(self, batch, _):
+        return self.net(batch)
+
+    def on_validation_epoch_end(self):
+        pass
+
+
+class ReadsAgain(Plain):
+    def on_train_epoch_end(self):
+        for batch in self.trainer.train_dataloader:
+            self.net(batch)
+
+
 class Joins(pl.Callback):
     def __init__(self) -> None:
         self.seen: list[torch.Tensor] = []
+        self.joined = 0
 
     def on_validation_batch_end(self, trainer, module, outputs, batch, batch_idx, dataloader_idx=0):
-        self.seen.append(batch)
+        self.seen.append(outputs)
 
     def on_validation_epoch_end(self, trainer, module):
-        torch.cat(self.seen)
+        joined = torch.cat(self.seen)
+        self.joined += len(joined) > 0
         self.seen.clear()
+
+
+class JoinsInDictionary(Joins):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: dict[str, list[torch.Tensor]] = {"out": []}
+
+    def on_validation_batch_end(self, trainer, module, outputs, batch, batch_idx, dataloader_idx=0):
+        self.kept["out"].append(outputs.flatten(1))
+
+    def on_validation_epoch_end(self, trainer, module):
+        self.joined += torch.stack(self.kept["out"]).dim() > 0
+        self.kept["out"].clear()
+
+
+class JoinsInFile(Joins):
+    def on_validation_epoch_end(self, trainer, module):
+        torch.save(torch.cat(self.seen), "/dev/null")
+        self.seen.clear()
+
+
+class Reference(pl.Callback):
+    def on_sanity_check_end(self, trainer, module):
+        self.reference = torch.zeros(8, 512, 512)
 
 
 def fit(module: pl.LightningModule, folder, guard: MemGuard, *callbacks: pl.Callback) -> MemGuard:
@@ -114,9 +155,34 @@ def test_a_hook_at_the_end_of_training_is_within_the_bound_and_named(tmp_path):
     assert any("AtEpochEnd.on_train_epoch_end" in note for note in guard.decision.notes)
 
 
-def test_a_callback_that_joins_what_it_collected_is_named(tmp_path):
-    guard = fit(AtEpochEnd(), tmp_path, MemGuard("check"), Joins())
-    assert any("Joins.on_validation_epoch_end" in note for note in guard.decision.notes)
+@pytest.mark.parametrize("kind", [Joins, JoinsInDictionary])
+def test_what_a_callback_collects_and_joins_is_predicted(tmp_path, kind):
+    record = fit(Plain(), tmp_path, MemGuard("check"), callback := kind()).records[0]
+    assert record.measured.peak_bytes > 16 * MIB
+    assert record.error_ratio == pytest.approx(0, abs=0.05)
+    assert record.predicted.module == f"{kind.__name__}.on_validation_epoch_end"
+    assert callback.joined == 2, "after the sanity check and validation: a copy of it ran"
+
+
+def test_a_callback_that_does_more_than_compute_is_named(tmp_path):
+    guard = fit(Plain(), tmp_path, MemGuard("check"), JoinsInFile())
+    assert any("JoinsInFile.on_validation_epoch_end" in note for note in guard.decision.notes)
+
+
+def test_what_a_callback_makes_in_the_sanity_check_is_predicted(tmp_path):
+    data = DataLoader(torch.rand(1024, 32), 64)
+    quiet_trainer(guard := MemGuard("check"), Reference(), default_root_dir=tmp_path, num_sanity_val_steps=1).fit(
+        Plain(), data, data
+    )
+    assert guard.records[0].error_ratio == pytest.approx(0, abs=0.05)
+    assert guard.records[0].measured.peak_bytes > 8 * MIB
+
+
+def test_a_hook_that_reads_data_or_writes_files_does_more_than_compute():
+    assert only_computes(AtEpochEnd(), "on_train_epoch_end", Plain())
+    assert only_computes(Joins(), "on_validation_epoch_end", Plain())
+    assert not only_computes(JoinsInFile(), "on_validation_epoch_end", Plain())
+    assert not only_computes(ReadsAgain(), "on_train_epoch_end", Plain())
 
 
 def test_a_refusal_names_the_list_that_the_hook_joins(tmp_path):

@@ -1,0 +1,84 @@
+"""Freed blocks that glibc keeps are in the upper bound of a fit on the CPU, or glibc is made to return them."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from torch.utils.data import DataLoader
+
+from lightning_memguard import MemGuard
+from lightning_memguard.core.device.malloc import KEPT_FREED_RATIO
+from lightning_memguard.units import MIB
+from tests.training.quiet import quiet_trainer
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="glibc's heap")
+
+HIDDEN_BYTES = 64 * 2048 * 4
+STEPS = 40
+
+
+class KeepsLosses(pl.LightningModule):
+    """Each step leaves a loss: four bytes, which lie behind blocks of 512 KiB that the step frees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Linear(32, 2048)
+        self.losses: list[torch.Tensor] = []
+
+    def training_step(self, batch, _):
+        loss = self.net(batch).relu().square().mean()
+        self.losses.append(loss)
+        return loss
+
+    def on_train_epoch_end(self):
+        self.losses.clear()
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters())
+
+
+class Saves(pl.Callback):
+    def on_train_epoch_end(self, trainer, module):
+        trainer.save_checkpoint(f"{trainer.default_root_dir}/own.ckpt")
+
+
+class Wide(KeepsLosses):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Linear(1024, 2048)
+
+    def training_step(self, batch, _):
+        return self.net(batch).square().mean()
+
+
+def fit(module, folder, guard, *callbacks, width=32):
+    data = DataLoader(torch.rand(64 * STEPS, width), 64)
+    quiet_trainer(guard, *callbacks, default_root_dir=folder, limit_train_batches=STEPS).fit(module, data)
+    return guard
+
+
+def test_a_small_thing_that_each_step_leaves_keeps_a_freed_block_at_most(tmp_path):
+    footprint = fit(KeepsLosses(), tmp_path, MemGuard("check")).decision.footprint
+    assert footprint.highest.outside_bytes >= STEPS * HIDDEN_BYTES
+    assert any("freed blocks that the C library keeps" in note for note in footprint.notes)
+
+
+def test_they_are_returned_where_they_could_pass_the_budget(tmp_path, monkeypatch):
+    called = []
+    name = "lightning_memguard.training.run.guarded_run.return_freed_memory"
+    monkeypatch.setattr(name, lambda device: called.append(device) or (lambda: None))
+    footprint = fit(KeepsLosses(), tmp_path, MemGuard(budget="22MiB")).decision.footprint
+    assert footprint.most_device_bytes * KEPT_FREED_RATIO < 22 * MIB, "the ratio alone would not return them"
+    assert called == [torch.device("cpu")]
+    assert not any("freed blocks" in note for note in footprint.notes)
+
+
+def test_what_steps_have_freed_lies_next_to_a_checkpoint_at_most(tmp_path):
+    footprint = fit(Wide(), tmp_path, MemGuard("check"), Saves(), width=1024).decision.footprint
+    weights = 1025 * 2048 * 4
+    assert footprint.phase == "checkpoint"
+    assert footprint.peak_allocated_bytes == pytest.approx(7 * weights, rel=0.01), "with gradients, Adam, and the file"
+    assert footprint.highest.outside_bytes > weights
