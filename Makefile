@@ -49,6 +49,7 @@ test: $(STAMP) ## run the tests, and the examples in docstrings
 
 docs: $(DOCS_STAMP) ## build the documentation's site in build/site, with five trainings; a warning or a dead link fails it
 	$(DOCS_BIN)/python docs/gallery.py build/gallery
+	cd build && $(CURDIR)/$(DOCS_BIN)/python ../docs/tour.py gallery
 	$(DOCS_BIN)/python -m sphinx -q -W -E -d build/doctrees docs build/site
 	@echo "Open build/site/index.html"
 

@@ -1,9 +1,9 @@
 """Ways to find a batch size that fits, side by side on the CPU, each in a process of its own whose memory is limited.
 
-All train one CNN on the same images. The user asked for a batch size of 512, which does not fit. For each way: whether it
-trained an epoch, the batch size, samples of an optimizer step, seconds before the training that counts began, training
-steps taken and allocations that failed before it, and what these had left behind when it began: weights, random state,
-attributes and files.
+All train one CNN on the same images. The user asked for a batch size of 512, which does not fit. For each way: whether
+it trained an epoch, the batch size, samples of an optimizer step, seconds before the training that counts began,
+training steps taken and allocations that failed before it, and what these had left behind when it began: weights,
+random state, attributes and files.
 
     python benchmarks/alternatives.py                        # needs accelerate and transformers for two of the rows
     python benchmarks/alternatives.py --room 384MiB --only MemGuard power
@@ -44,7 +44,15 @@ class Watch:
     """Counts what happens before the training that counts, and looks at what is there when that begins."""
 
     def __init__(self, net: Net) -> None:
-        self.row: Row = {"size": 0, "samples": 0, "seconds": 0.0, "steps": 0, "failures": 0, "trained": "no", "left": []}
+        self.row: Row = {
+            "size": 0,
+            "samples": 0,
+            "seconds": 0.0,
+            "steps": 0,
+            "failures": 0,
+            "trained": "no",
+            "left": [],
+        }
         self.started, self.net = time.perf_counter(), net
         self.before = _state(net)
 
@@ -96,9 +104,7 @@ class Net(pl.LightningModule):
 
 def data() -> TensorDataset:
     made = torch.Generator().manual_seed(0)
-    return TensorDataset(
-        torch.randn(SAMPLES, 3, 32, 32, generator=made), torch.randint(10, (SAMPLES,), generator=made)
-    )
+    return TensorDataset(torch.randn(SAMPLES, 3, 32, 32, generator=made), torch.randint(10, (SAMPLES,), generator=made))
 
 
 class Begin(pl.Callback):
@@ -195,7 +201,7 @@ def trained(way: str, room_bytes: int) -> Row:
         try:
             WAYS[way](watch)
             watch.row["trained"] = "yes"
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - the table has it
             watch.row["trained"] = f"no: {str(error).strip().splitlines()[0][:90]}"
         watch.row["failures"] = failed()
     return watch.row
@@ -237,7 +243,9 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=[""], help="parts of names of ways")
     options = parser.parse_args()
     names = ("pytorch-lightning", "accelerate", "transformers", "torch")
-    print(f"{', '.join(map(version, names))}; {os.environ.get('OMP_NUM_THREADS', 'all')} threads; room {options.room}\n")
+    print(
+        f"{', '.join(map(version, names))}; {os.environ.get('OMP_NUM_THREADS', 'all')} threads; room {options.room}\n"
+    )
     print(f"{'way':40}{'size':>6}{'samples':>9}{'seconds':>9}{'steps':>7}{'failed':>8}  {'left behind':34}trained")
     plain = ""
     for way in WAYS:

@@ -29,10 +29,10 @@ from lightning_memguard.cli.main import BAD_USE, main
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 WIDTH = 124
-SCRIPT_WIDTH = 108
+SCRIPT_WIDTH = 84
 _BLOCK = re.compile(
-    r'(?P<mark><!-- output(?: of "(?P<pattern>[^"]*)")?(?: from "(?P<start>[^"]*)")?(?:, (?P<lines>\d+) lines)?(?P<slow>, slow)?: '
-    r"(?P<command>.*?) -->\n+)```text\n(?P<shown>.*?)```",
+    r'(?P<mark><!-- output(?: of "(?P<pattern>[^"]*)")?(?: from "(?P<start>[^"]*)")?(?:, (?P<lines>\d+) lines)?'
+    r"(?P<slow>, slow)?: (?P<command>.*?) -->\n+)```text\n(?P<shown>.*?)```",
     re.DOTALL,
 )
 # Of a script: what differs from run to run or from machine to machine, and the place that Python puts before a warning.
@@ -67,7 +67,7 @@ def _rewritten(block: re.Match[str]) -> str:
 
 
 def _of_a_script(block: re.Match[str]) -> str:
-    """Return the lines of a script that match the pattern, wrapped; as they were if they differ in what varies alone."""
+    """Return the lines of a script that match, wrapped; as they were if they differ in what varies alone."""
     pattern = re.compile(block["pattern"])
     lines = [line for line in _lines_of(block["command"], Path.cwd()) if pattern.search(line)]
     wrapped = [part for line in lines for part in textwrap.wrap(line, SCRIPT_WIDTH, subsequent_indent="  ")]

@@ -1,7 +1,7 @@
 """Make the pictures of the documentation from a training of `examples/quickstart.py`: ``make pictures`` (Chromium).
 
-`images/made_from.txt` has a hash of the code that draws them; `tests/test_docs.py` compares it. `images/terminal.svg` is
-drawn from the output in `story.md`, which `outputs.py` writes; the test draws it again.
+`images/made_from.txt` has a hash of the code that draws them; `tests/test_docs.py` compares it.
+`images/terminal.svg` is drawn from the output in `story.md`, which `outputs.py` writes; the test draws it again.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def terminal() -> str:
 
     story = (ROOT / "docs" / "story.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```text\n(\$ python .*?)```", story, re.DOTALL)[:2]
-    screen = Console(record=True, width=112, file=io.StringIO(), force_terminal=True, legacy_windows=False)
+    screen = Console(record=True, width=88, file=io.StringIO(), force_terminal=True, legacy_windows=False)
     for line in "\n".join(blocks).splitlines():
         text = Text(line)
         text.highlight_regex(r"^\$ .*", "bold")
