@@ -80,6 +80,7 @@ bench: $(STAMP) ## measure accuracy on the CPU, costs and advice, and compare wi
 	$(BIN)/python benchmarks/overhead.py process
 	$(BIN)/python benchmarks/overhead.py step
 	$(BIN)/python benchmarks/advice.py
+	$(BIN)/python benchmarks/alternatives.py
 
 compiled: $(STAMP) ## compare predictions for models under torch.compile with really compiled steps (needs g++; ten minutes)
 	$(BIN)/python benchmarks/compiled.py
