@@ -125,6 +125,7 @@ def test_quickstart_measures_what_it_predicted(quickstart: Run) -> None:
     assert all(abs(error) < 25 for error in errors), errors  # -5 % on a quiet machine; resident memory strays
 
 
+@pytest.mark.long  # `make docs` runs it too
 def test_the_notebook_runs_from_top_to_bottom_and_shows_each_thing_as_html(tmp_path: Path) -> None:
     run_script(ROOT / "docs" / "tour.py", tmp_path, str(tmp_path))
     page = (tmp_path / "gallery" / "tour" / "tour.html").read_text(encoding="utf-8")
