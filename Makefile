@@ -49,6 +49,7 @@ test: $(STAMP) ## run the tests, and the examples in docstrings
 
 docs: $(DOCS_STAMP) ## build the documentation's site in build/site, with five trainings; a warning or a dead link fails it
 	$(DOCS_BIN)/python docs/gallery.py build/gallery
+	cd build && $(CURDIR)/$(DOCS_BIN)/python ../docs/tour.py gallery
 	$(DOCS_BIN)/python -m sphinx -q -W -E -d build/doctrees docs build/site
 	@echo "Open build/site/index.html"
 
@@ -79,6 +80,7 @@ bench: $(STAMP) ## measure accuracy on the CPU, costs and advice, and compare wi
 	$(BIN)/python benchmarks/overhead.py process
 	$(BIN)/python benchmarks/overhead.py step
 	$(BIN)/python benchmarks/advice.py
+	$(BIN)/python benchmarks/alternatives.py
 
 compiled: $(STAMP) ## compare predictions for models under torch.compile with really compiled steps (needs g++; ten minutes)
 	$(BIN)/python benchmarks/compiled.py

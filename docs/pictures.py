@@ -1,12 +1,15 @@
 """Make the pictures of the documentation from a training of `examples/quickstart.py`: ``make pictures`` (Chromium).
 
 `images/made_from.txt` has a hash of the code that draws them; `tests/test_docs.py` compares it.
+`images/terminal.svg` is drawn from the output in `story.md`, which `outputs.py` writes; the test draws it again.
 """
 
 from __future__ import annotations
 
 import hashlib
+import io
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -30,6 +33,24 @@ def made_from() -> str:
     report = ROOT / "lightning_memguard" / "report"
     files = [*sorted(report.glob("*.py")), *sorted((report / "assets").iterdir()), ROOT / "examples" / "quickstart.py"]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+
+def terminal() -> str:
+    """Draw the run that dies, and the one that does not, as a terminal shows them."""
+    from rich.console import Console
+    from rich.text import Text
+
+    story = (ROOT / "docs" / "story.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```text\n(\$ python .*?)```", story, re.DOTALL)[:2]
+    screen = Console(record=True, width=88, file=io.StringIO(), force_terminal=True, legacy_windows=False)
+    for line in "\n".join(blocks).splitlines():
+        text = Text(line)
+        text.highlight_regex(r"^\$ .*", "bold")
+        text.highlight_regex(r"^RuntimeError", "bold red")
+        text.highlight_regex(r"^MemGuard:", "bold green")
+        screen.print(text)
+    svg = screen.export_svg(title="A run that dies at step 3,000", unique_id="terminal")
+    return "\n".join(line.rstrip() for line in svg.splitlines()) + "\n"
 
 
 def _screenshot(page: Path, picture: Path) -> None:
@@ -60,6 +81,7 @@ def _figure(logs: Path, picture: Path) -> None:
 
 def main() -> None:
     """Run the example's second training, and take the pictures."""
+    (IMAGES / "terminal.svg").write_text(terminal(), encoding="utf-8")
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run([sys.executable, "-c", _TRAINING], cwd=folder, env=environment, check=True)

@@ -6,6 +6,7 @@ run, and keeps what does not fit of their activations in a temporary file until 
 
     python examples/long_tail.py                      # trains to the end: under a minute on two cores
     python examples/long_tail.py --offload never      # ends with the error and a note
+    python examples/long_tail.py --late --without     # without MemGuard, and the only long text comes at step 3,000
 """
 
 from __future__ import annotations
@@ -27,15 +28,19 @@ from lightning_memguard import MemGuard
 
 WORDS = 500
 BATCH = 32
+LATE = 3000  # the step whose batch has a long text
 ROOM = 120 << 20  # bytes that the training may take
 
 
 class Texts(Dataset[tuple[Tensor, int]]):
     """Numbers for words; the class is whether the text begins with one of the first half of all words."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, *, late: bool = False) -> None:
         numbers = random.Random(3)
         lengths = [min(400, max(4, round(numbers.lognormvariate(3.7, 0.7)))) for _ in range(count)]
+        if late:
+            lengths = [min(length, 24) for length in lengths]
+            lengths[BATCH * LATE] = 400
         self.texts = [torch.tensor([numbers.randrange(1, WORDS) for _ in range(length)]) for length in lengths]
 
     def __len__(self) -> int:
@@ -86,21 +91,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=60, help="in an epoch")
     parser.add_argument("--offload", choices=["if_needed", "always", "never"], default="if_needed")
+    parser.add_argument("--late", action="store_true", help=f"one epoch, whose only long text comes at step {LATE}")
+    parser.add_argument("--without", action="store_true", help="train without MemGuard")
     options = parser.parse_args(arguments)
+    steps, epochs = (LATE + 10, 1) if options.late else (options.steps, 2)
     pl.seed_everything(0, verbose=False)
     torch.set_num_threads(1)  # each thread reserves address space of its own
-    guard = MemGuard(offload=options.offload)
+    guard = MemGuard(offload=options.offload, budget=ROOM if options.late else None)
     trainer = pl.Trainer(
         accelerator="cpu",
-        max_epochs=2,
+        max_epochs=epochs,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
-        callbacks=[guard, Limit()],
+        callbacks=[Limit()] if options.without else [guard, Limit()],
     )
-    trainer.fit(Classifier(), DataLoader(Texts(BATCH * options.steps), BATCH, collate_fn=pad))
+    trainer.fit(Classifier(), DataLoader(Texts(BATCH * steps, late=options.late), BATCH, collate_fn=pad))
     for record in guard.records:
-        print(f"Epoch {record.epoch}: {record.offloaded} of {options.steps} steps with activations in a file")
+        print(f"Epoch {record.epoch}: {record.offloaded} of {steps} steps with activations in a file")
     print(f"Loss {float(trainer.callback_metrics['loss_epoch']):.3f}")
 
 

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from lightning_memguard.core.foreign import NEWEST_TESTED
+
 pytest.importorskip("sklearn", reason="the quickstart's digits come with scikit-learn")
 ROOT = Path(__file__).parents[1]
 PINNED = f"torch=={torch.__version__.partition('+')[0]}" in (ROOT / "constraints.txt").read_text(encoding="utf-8")
@@ -62,6 +64,28 @@ def test_pictures_are_as_old_as_what_draws_them() -> None:
     """`make pictures` makes them again."""
     made_from = (ROOT / "docs" / "images" / "made_from.txt").read_text(encoding="utf-8").strip()
     assert made_from == outputs("pictures").made_from()
+
+
+def test_the_terminal_shows_what_the_story_shows() -> None:
+    assert (ROOT / "docs" / "images" / "terminal.svg").read_text(encoding="utf-8") == outputs("pictures").terminal()
+
+
+def test_badges_and_the_support_page_have_the_versions_that_are_declared_and_tested() -> None:
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    pythons = re.findall(r"Python :: 3\.(\d+)", project)
+    newest = {name: f"{major}.{minor}" for name, (major, minor) in NEWEST_TESTED.items()}
+    versions = {
+        "Python": (re.search(r'requires-python = ">=([\d.]+)"', project)[1], f"3.{pythons[-1]}"),
+        "torch": (re.search(r'"torch>=([\d.]+)"', project)[1], newest["torch"]),
+        "Lightning": (re.search(r'"pytorch-lightning>=([\d.]+),', project)[1], newest["Lightning"]),
+    }
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    support = (ROOT / "docs" / "support.md").read_text(encoding="utf-8")
+    license_name = re.search(r'^license = "([^"]+)"', project, re.MULTILINE)[1]
+    assert f"license-{license_name.replace('-', '--')}-" in readme
+    for name, (oldest, last) in versions.items():
+        assert f"[![{name} {oldest} to {last}](https://img.shields.io/badge/{name}-{oldest}_to_{last}-" in readme
+        assert re.search(rf"^\| {name}[^|]*\| {oldest} \| {last} \|", support, re.MULTILINE), name
 
 
 def test_pages_of_the_site_link_to_pages_of_the_site() -> None:

@@ -3,6 +3,7 @@
 The short ones are forked from a process that has imported torch and Lightning: imports take longer than they do.
 """
 
+import json
 import math
 import os
 import re
@@ -122,6 +123,18 @@ def test_quickstart_logs_consistent_values(quickstart: Run) -> None:
 def test_quickstart_measures_what_it_predicted(quickstart: Run) -> None:
     errors = [event.value for event in quickstart.scalars()["memguard/error_pct"]]
     assert all(abs(error) < 25 for error in errors), errors  # -5 % on a quiet machine; resident memory strays
+
+
+@pytest.mark.long  # `make docs` runs it too
+def test_the_notebook_runs_from_top_to_bottom_and_shows_each_thing_as_html(tmp_path: Path) -> None:
+    run_script(ROOT / "docs" / "tour.py", tmp_path, str(tmp_path))
+    page = (tmp_path / "gallery" / "tour" / "tour.html").read_text(encoding="utf-8")
+    shown = page.split('<div class="shown">')[1:]
+    marks = ("Peak allocated", "Tesla T4", "Conv2d", "batch size 128", "<iframe srcdoc=")
+    assert len(shown) == len(marks)
+    assert all(mark in html for mark, html in zip(marks, shown, strict=True))
+    cells = json.loads((ROOT / "examples" / "tour.ipynb").read_text(encoding="utf-8"))["cells"]
+    assert not any(cell.get("outputs") for cell in cells)  # GitHub would strip their style
 
 
 def test_llama_is_planned_for_a_gpu_without_a_download(tmp_path: Path) -> None:

@@ -104,7 +104,7 @@ class Page:
 
 def html_of(*records: Decision | Footprint | LayerTable) -> str:
     """Return the page's parts for records, with a style that holds within them, for a notebook."""
-    style = _asset("page.css").replace(":root", "&").replace("body {", "& {")
+    style = _asset("page.css").replace(":root", "&").replace("body {", "& {") + "& > * + * { margin-top: 1rem; }"
     return f'<style>.memguard {{ {style} }}</style><div class="memguard">{"".join(map(_part_of, records))}</div>'
 
 
