@@ -195,6 +195,9 @@ class Planner:
             self._captures = self._open.enter_context(captures)
         if self._profile is None and self._reading is not None:
             self._profile = profile_of(self._reading, self._captures)
+            if self._was_hurried and not self._profile.fits_as_set:  # more captures may show that it does, or what does
+                self._most_seconds = math.inf
+                self._profile = profile_of(self._reading, self._captures)
         return cast("RunProfile", self._profile)
 
     def _soon(self, traces: Sequence[Trace]) -> float:
@@ -208,6 +211,11 @@ class Planner:
             known = attempt(lambda: setup_seconds(traces, self._known_run, size, speed)).value
             self._most_seconds = math.inf if known is None else known
         return self._started + self._most_seconds
+
+    @property
+    def _was_hurried(self) -> bool:
+        """Whether a survey has ended early because it had taken its share of the run."""
+        return self._most_seconds is not None and time.monotonic() > self._started + self._most_seconds
 
     def _choose_from(self, known: RunProfile) -> Choice:
         self._captured_profile()  # with its captures open
@@ -334,8 +342,10 @@ def _divided(cut: Choice, profile: RunProfile, settings: GuardSettings) -> Choic
         try:
             kept = replace(profile.accumulating(), request=replace(request, keep_effective_batch_size=effective))
             divided, chosen = _own_choice(kept, settings)
-        except MemGuardError:
+        except DoesNotFitError:
             why_not = "accumulated gradients do not fit either"
+        except MemGuardError as error:
+            why_not = f"accumulated gradients could not be predicted ({error})"
         else:
             note = f"batch norm sees {divided.batch_size} samples at a time instead of {asked}"
             if profile.avoids_single_sample and divided.footprint:

@@ -229,6 +229,12 @@ class RunProfile:
         """Return the profile with what earlier runs of its training step have measured."""
         return replace(self, prediction=self.prediction.on_terms(learned=learned))
 
+    @property
+    def fits_as_set(self) -> bool:
+        """Whether the run is known to fit at its own batch size."""
+        asked = attempt(lambda: self.footprint_at(self.request.batch_size).most_device_bytes)
+        return asked.value is not None and asked.value <= self.budget.usable_bytes
+
     def accumulating(self) -> RunProfile:
         """Return the profile of the run if it accumulates gradients, which its step keeps from batch to batch."""
         run, validation = self.run.accumulating(), self.validation

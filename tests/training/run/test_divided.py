@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memguard import Decision, MemGuard, MemGuardError
+from lightning_memguard.training.run import choose
 
 pytestmark = pytest.mark.usefixtures("here")
 
@@ -105,6 +106,18 @@ def test_the_training_is_the_same(fit: Fit, settings: dict[str, Any]) -> None:
     assert not told
     names = ("accumulate_grad_batches", "limit_train_batches", "val_check_interval")
     assert [getattr(run, name) for name in names] == [getattr(plain, name) for name in names], "as they were"
+
+
+def test_a_setup_that_took_its_share_has_more_where_the_batch_does_not_fit(
+    fit: Fit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A survey cut short cannot tell a size that fits; its upper bounds would refuse this run."""
+    monkeypatch.setattr(choose, "LEAST_SECONDS", 0.0)
+    monkeypatch.setattr(choose, "setup_seconds", lambda *_: 0.0)
+    guard = MemGuard(budget=1300 * KIB)
+    fit(guard)
+    assert decided(guard).pieces > 1
+    assert decided(guard).reason.endswith("600 samples as before.")
 
 
 def test_what_is_said(fit: Fit) -> None:
