@@ -162,8 +162,12 @@ def _outside_of_steps(measured: Measured, outside: Mapping[str, int], shapes: in
     rest_bytes = (measured.process_bytes or 0) - measured.peak_bytes
     rest = format_bytes(rest_bytes)
     # malloc may also use pages that the process had before: what it holds is no more than the process has grown by
-    shown = {what: min(nbytes, rest_bytes) for what, nbytes in outside.items() if nbytes >= MIB}
-    named = ", ".join(f"{what} {format_bytes(nbytes)}" for what, nbytes in shown.items())
+    shown, left = list[str](), rest_bytes
+    for what, nbytes in sorted(outside.items(), key=lambda each: -each[1]):
+        if nbytes >= MIB and left:
+            shown.append(f"{what} {format_bytes(min(nbytes, left))}")
+            left -= min(nbytes, left)
+    named = ", ".join(shown)
     cache = ""
     if shapes >= _MANY_SHAPES:
         cache = (
