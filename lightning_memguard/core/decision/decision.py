@@ -13,6 +13,7 @@ from lightning_memguard.core.replay.recurring import Retries
 from lightning_memguard.core.shown import Shown
 from lightning_memguard.core.trace.kept import Kept, RunsOut
 from lightning_memguard.core.trace.scratch import up
+from lightning_memguard.core.trace.trace import is_note
 from lightning_memguard.errors import DoesNotFitError, MemGuardError
 from lightning_memguard.units import counted, format_bytes, share_of
 
@@ -369,7 +370,8 @@ def sentence_of(decision: Decision) -> str:
     because = f"{': ' if decision.outcome == 'tuned' else '; unchanged because '}{reason}" if reason else ""
     if decision.verdict == "does not fit":
         return f"{batch} {_why_not(decision, footprint, because)}.{_up_to(decision)}"
-    return _why_it_fits(decision, batch, because) + (_OUT_OF_TIME if footprint.is_cut else "")
+    without = _WITHOUT_VALIDATION if any(is_note(each, "no validation") for each in footprint.notes) else ""
+    return _why_it_fits(decision, batch, because) + (_OUT_OF_TIME if footprint.is_cut else without)
 
 
 def _why_it_fits(decision: Decision, batch: str, because: str) -> str:
@@ -414,6 +416,7 @@ def _up_to(decision: Decision) -> str:
     return f" Up to {about:,} would{_LARGEST if fits and decision.outcome != 'checked' else ''}."
 
 
+_WITHOUT_VALIDATION = " Validation is not included: what it takes is unknown."
 _OUT_OF_TIME = " Time was up (max_setup_seconds) before captures checked that."
 _ROUNDED = 1000
 _LARGEST = ' (batch_size="largest")'

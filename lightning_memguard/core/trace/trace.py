@@ -47,9 +47,9 @@ Shares = tuple[tuple[tuple[str, str], tuple[Share, ...]], ...]
 Answers = tuple[tuple[str, tuple[float, ...]], ...]
 """What a run read of its tensors' values (`.item()`, `if tensor:`), by line, in order."""
 
-NoteKind = Literal["uncompiled", "largest result", "values later"]
+NoteKind = Literal["uncompiled", "largest result", "values later", "no validation"]
 """Which assumption it is, where code asks: the step calls torch.compile and is predicted as written; an operator was
-given its largest result; a later step was not captured, as it needs values."""
+given its largest result; a later step was not captured, as it needs values; validation is not in the prediction."""
 
 
 class Note(str):

@@ -34,7 +34,7 @@ from lightning_memguard.core.simulation.fake_cuda import gpu_of
 from lightning_memguard.core.torch_port import AnyBatchNorm
 from lightning_memguard.core.trace.growth import grow
 from lightning_memguard.core.trace.kept import Kept, fit_kept
-from lightning_memguard.core.trace.trace import OPTIONAL_PARTS, WORTH_A_NOTE, Trace
+from lightning_memguard.core.trace.trace import OPTIONAL_PARTS, WORTH_A_NOTE, Note, Trace
 from lightning_memguard.training.adapter import callbacks
 from lightning_memguard.training.adapter.epoch_end import runs_here
 from lightning_memguard.training.adapter.program import LightningProgram
@@ -633,10 +633,12 @@ def profile_of(reading: Reading, captures: Captures) -> RunProfile:
     if not prediction.scalable:
         fixed = "; ".join(filter(None, (_why_one_size(prediction, asked=not fixed), fixed)))
     validation = attempt(lambda: _validation(run, prediction)) if evaluation else Attempt(reason=run.evaluation.reason)
-    notes: tuple[str, ...] = (f"validation was not predicted: {validation.reason}",) if validation.reason else ()
+    notes: tuple[str, ...] = ()
+    if validation.reason:
+        notes = (Note("no validation", f"validation was not predicted: {validation.reason}"),)
     if validation.value and validation.value.prediction.method == "states":
         why = "; ".join(validation.value.prediction.notes)
-        notes = (f"the memory of validation's activations is unknown: {why}",)
+        notes = (Note("no validation", f"the memory of validation's activations is unknown: {why}"),)
     computing = callbacks.hooks_that_compute(run.facts.callbacks, but=partial(runs_here, module=run.program.module))
     hooks = ", ".join(computing)
     notes += (f"memory that callbacks take as they run is measured, not predicted: {hooks}",) if hooks else ()

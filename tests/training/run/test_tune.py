@@ -173,6 +173,7 @@ def test_validation_that_cannot_run_is_said_to_be_unknown(
     (note,) = [note for note in decision.footprint.notes if "validation" in note]
     assert note.startswith("the memory of validation's activations is unknown: the step could not run on")
     assert "no feature store" in note
+    assert decision.reason.endswith("Validation is not included: what it takes is unknown.")
 
 
 def test_a_check_says_why_nothing_changed_and_whether_it_could_have(
