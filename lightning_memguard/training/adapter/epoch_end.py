@@ -19,9 +19,11 @@ from torch import nn
 from torch.nn import functional
 from typing_extensions import override
 
+from lightning_memguard.core import torch_port as port
 from lightning_memguard.core.capture.holders import users_classes
 from lightning_memguard.core.capture.recorder import Recorder
 from lightning_memguard.core.foreign import patched
+from lightning_memguard.core.isolation.pool import is_forked
 from lightning_memguard.core.simulation.fake import fake_copy, real_copy
 from lightning_memguard.core.trace.trace import WORTH_A_NOTE
 from lightning_memguard.training.adapter.callbacks import tensors_held
@@ -32,7 +34,8 @@ from lightning_memguard.units import format_bytes
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer
-    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from lightning_memguard.core.torch_port import FakeTensorMode
 
 _MOST_BATCHES = 1 << 14  # a hook that goes through more of them one by one would take long
 # Of what is kept, at most, if the hook cannot be run: joined, less its mean, and what a library makes of that: NumPy's
@@ -267,11 +270,15 @@ def keeps(owner: object, hook: str) -> bool:
 def only_computes(owner: object, hook: str, module: nn.Module) -> bool:
     """Whether a hook, and what it calls of its owner's, names nothing but tensors, lists, and its own or the module's.
 
-    One that reads loaders, writes files or starts threads is not run.
+    One that reads loaders, writes files or starts threads is not run, nor is one outside of a child: what it does there
+    to what it shares with others would stay.
     """
+    if not is_forked():
+        return False
     classes = (cls for each in (module, owner) for cls in reversed(users_classes(type(each))))
     own = {name: member for cls in classes for name, member in vars(cls).items()}
-    known = _KNOWN | {*vars(owner), *vars(module), *own, *module._modules, *module._parameters, *module._buffers}
+    known = _KNOWN | {*vars(owner), *vars(module), *own, *(name for name, _ in module.named_children())}
+    known |= {*port.parameters_of(module), *port.buffers_of(module)}
     for member in own.values():
         known |= _names_in(member.__code__)[1] if isinstance(member, types.FunctionType) else set()
     todo, seen = [own.get(hook)], set[int]()
@@ -282,6 +289,8 @@ def only_computes(owner: object, hook: str, module: nn.Module) -> bool:
         if not isinstance(function, types.FunctionType) or id(function) in seen:
             continue
         seen.add(id(function))
+        if {*function.__code__.co_freevars} - {"__class__"}:  # a list of the function around it, for instance
+            return False
         for name in _names_in(function.__code__)[0]:
             value = function.__globals__.get(name)
             if isinstance(value, types.FunctionType):

@@ -66,9 +66,9 @@ if TYPE_CHECKING:
     from pytorch_lightning import LightningDataModule, LightningModule, Trainer
     from pytorch_lightning.plugins import Precision
     from pytorch_lightning.strategies import SingleDeviceStrategy, Strategy
-    from torch._subclasses.fake_tensor import FakeTensorMode
 
     from lightning_memguard.core.capture.program import Around, Change
+    from lightning_memguard.core.torch_port import FakeTensorMode
 
     _Strategy = SingleDeviceStrategy
 else:
