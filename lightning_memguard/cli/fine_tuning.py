@@ -58,7 +58,7 @@ def read(options: argparse.Namespace) -> FineTuning | None:
     named = tuple(given.get("targets", "all-linear").split("+"))
     return FineTuning(
         options.hf,
-        length=options.seq or 1024,
+        length=options.seq or max(options.length, default=1024),
         lora=int(given["r"]),
         targets=named[0] if named == ("all-linear",) else named,
         bits=4 if options.nf4 else 8 if options.int8 else 0,

@@ -129,6 +129,8 @@ def _check(options: argparse.Namespace) -> None:
         raise MemGuardError("--largest is found at one batch size: leave out --length and --target-batch.")
     if "rank" in options.largest and options.hf is None:
         raise MemGuardError("--largest rank is of a model by its name: pass --hf NAME.")
+    if options.seq and options.length:
+        raise MemGuardError("--seq is one length, and --length are several: pass one.")
     if options.target_batch is not None and options.length:
         raise MemGuardError("--length and --target-batch ask for different tables: pass one.")
 

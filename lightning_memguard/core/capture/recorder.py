@@ -40,7 +40,7 @@ from lightning_memguard.core.simulation import (
     quantized,
     streams,
 )
-from lightning_memguard.core.simulation.backward import graph_task, in_place, masked, walking
+from lightning_memguard.core.simulation.backward import NUMBER, graph_task, in_place, is_walked, masked, walking
 from lightning_memguard.core.simulation.compiled import NOTE, READS, Reads
 from lightning_memguard.core.simulation.constants import forget_written
 from lightning_memguard.core.simulation.fake import Function
@@ -404,6 +404,7 @@ def call_with_overrides(func: Function, args: tuple[Any, ...], kwargs: dict[str,
 
 
 _WITH_LINEAR = frozenset((F.linear, F.multi_head_attention_forward, *map(port.recurrent_function, port.RECURRENT)))
+_WITH_NUMBER = frozenset(("MulBackward0", "DivBackward0"))  # which keep a number as a tensor that no operator makes
 _BATCHED = 3  # dimensions: a Linear adds its bias to rows within their product
 
 
@@ -446,6 +447,15 @@ class _ModulePaths(TorchFunctionMode):
             metadata["memguard"] = self.recorder.module, self.recorder.line()
             if not self.walked:
                 node.register_prehook(lambda _: self.enter_node(metadata))
+            if self.recorder.device_type == "cpu" and node.name() in _WITH_NUMBER:
+                self._keep_number(node)
+
+    def _keep_number(self, node: Any) -> None:
+        saved = next((each for each in port.saved_handles(node) if type(each) is Tensor and not each.dim()), None)
+        if saved is not None and is_walked():  # a walk cannot free it: no hooks are given it
+            node.metadata[NUMBER] = self.recorder.take_held(saved.untyped_storage().nbytes(), node.name())
+        elif saved is not None:
+            self.recorder.watch(saved, node.name())
 
     def enter_node(self, metadata: dict[str, Any]) -> None:
         """Note the module and line of a node; the walk calls this before each node of a backward pass."""

@@ -50,7 +50,7 @@ class Storages:
         self._live: dict[int, int] = {}  # address of the storage -> its block
         self._bytes: list[int] = []  # by block
         self._storage_bytes: dict[int, int] = {}  # by block, without what the operator keeps
-        self._references: list[weakref.ref[torch.UntypedStorage]] = []
+        self._references: list[weakref.ref[Any]] = []
         self._stream = 0
         self._streams: dict[int, int] = {}  # by block, if it is not the default one
         self._users: dict[int, int] = {}  # by block, another stream that uses it
@@ -247,6 +247,12 @@ class Storages:
         self.add_row("alloc", block, operator, stream, self.line())
         return block
 
+    def take_held(self, nbytes: int, operator: str) -> object:
+        """Record a new block that is held by the object that this returns."""
+        block, keeper = self.take(nbytes, operator, "activations"), _Keeper()
+        self._references.append(weakref.ref(keeper, lambda _: self.add_row("free", block, "")))
+        return keeper
+
     def add_row(
         self, action: Action, block: int, operator: str, stream: int = 0, source: str = "", case: str = ""
     ) -> None:
@@ -274,6 +280,10 @@ class Storages:
     def block_behind(self, tensor: Tensor) -> int:
         """The block behind a tensor that is recorded; else -1."""
         return self._live.get(port.storage_id(tensor.untyped_storage()), -1)
+
+
+class _Keeper:
+    """Stands for a block that no tensor of the recording has."""
 
 
 def plain_tensors(out: object, *, inside: bool = True) -> Iterator[Tensor]:

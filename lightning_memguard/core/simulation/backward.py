@@ -48,6 +48,8 @@ _Edge = tuple[_Node, int]  # a receiver of a gradient, and which of its inputs
 _Grads = list[Tensor | None]
 
 
+NUMBER = "memguard number"  # in a node's metadata: what stands for a number that it saved, which no hooks are given
+
 _walks: list[int] = []  # the running walks, innermost last: a reentrant checkpoint starts one inside another
 
 
@@ -200,6 +202,7 @@ class _SavedHandles:
             handles |= self.taken_out(number)
         for handle in sorted(handles, key=lambda handle: handle.number):
             handle.empty()
+        node.metadata.pop(NUMBER, None)
 
     def taken_out(self, sequence_nr: int) -> set[_Handle]:
         """Return the handles of what the node of this number has saved, and forget them."""
@@ -221,6 +224,11 @@ def _saver(tensor: Tensor) -> int:
 
 
 _NODES_OF_VIEWS = 8  # nodes that a chain of views may have; an older CopySlices is of another operator
+
+
+def is_walked() -> bool:
+    """Whether backward passes are walked here, in place of autograd's engine."""
+    return isinstance(port.engine(), _Walker)
 
 
 def release_saved(node: Any) -> None:

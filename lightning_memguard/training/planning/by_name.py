@@ -307,7 +307,7 @@ def _rests_on(tuning: FineTuning, model: nn.Module, dtype: torch.dtype, precisio
     autocast = "under autocast" if precision.endswith("-mixed") else "without autocast"
     yield f"weights of {str(dtype)[6:]}, {autocast}"
     loop = f"the loop of transformers' Trainer, gradients clipped at {_CLIPPED_AT:g}"
-    yield f"{loop}; each sample fills its {tuning.length:,} tokens"
+    yield f"{loop}; no sample is padded"
 
 
 # -- the largest of something

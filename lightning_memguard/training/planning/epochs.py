@@ -90,7 +90,12 @@ def replayed_epoch(
 
 
 def with_epoch(
-    footprint: Footprint, subject: Subject, target: Target, settings: AllocatorSettings, shapes: Sequence[Shape]
+    footprint: Footprint,
+    subject: Subject,
+    target: Target,
+    settings: AllocatorSettings,
+    shapes: Sequence[Shape],
+    batch_at: BatchOfLength | None = None,
 ) -> Footprint:
     """Return the footprint of the largest batch of an epoch with what the cache grows to, or a note that says why not.
 
@@ -100,11 +105,12 @@ def with_epoch(
         target: the device.
         settings: its allocator's.
         shapes: the batches.
+        batch_at: see `at_length`.
     """
     if footprint.method != "fake" or subject.fixed_because:
         return footprint
     try:
-        epoch = replayed_epoch(subject, target, settings, shapes)
+        epoch = replayed_epoch(subject, target, settings, shapes, batch_at=batch_at)
     except CannotTraceError as error:
         return replace(footprint, notes=(*footprint.notes, f"{_UNKNOWN}: {error}"))
     return footprint.over(epoch) if epoch else footprint

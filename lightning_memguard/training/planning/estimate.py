@@ -6,7 +6,7 @@ It is not in core/, because a LightningModule is stepped in Lightning's order.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.errors import CannotTraceError, MemGuardError
 from lightning_memguard.training.facts.ranks import warn
 from lightning_memguard.training.planning.by_name import FineTuning, subject_by_name
-from lightning_memguard.training.planning.epochs import at_length, whole_lengths, with_epoch
+from lightning_memguard.training.planning.epochs import BatchOfLength, at_length, whole_lengths, with_epoch
 from lightning_memguard.training.planning.subject import (
     MakeOptimizer,
     Step,
@@ -65,8 +65,9 @@ def estimate(
             `lightning_memguard.training.planning.by_name.FineTuning`. Nothing is fetched. It needs the extra ``hf``.
         batch_size: the number of samples to predict for (default: the batch's own).
         lengths: of the batches of an epoch, in the order that they come, such as those of a batch sampler: dimension 1
-            of a batch's first tensor that has one, see `lightning_memguard.batch_sizes`. The footprint is that of the
-            longest, and on a GPU it says what the cache grows to over the epoch (`Footprint.epoch`).
+            of a batch's first tensor that has one; for any other layout, ``batch`` is a function ``(length) -> batch``.
+            The footprint is that of the longest, and on a GPU it says what the cache grows to over the epoch
+            (`Footprint.epoch`).
         step: ``(model, batch) -> loss``, or ``loss, logits`` where a loop's variables keep those; for a plain module.
         optimizer: ``(parameters) -> Optimizer``; for a plain module (default: none, gradients only).
         context: ``() -> context manager`` that the step and its backward pass run in, such as
@@ -102,14 +103,18 @@ def estimate(
         >>> footprint.parts["optimizer_state"] == 2 * footprint.parts["parameters"] + 2 * 4
         True
     """
+    wanted = None if lengths is None else whole_lengths(lengths)
+    batch_at: BatchOfLength | None = batch if wanted and callable(batch) else None
     if hf is not None:
         subject = _by_name(hf, model, batch, batch_size, step, optimizer, precision, training=training)
-        return _estimated(subject, device, measured, lengths)
+        return _estimated(subject, device, measured, wanted)
+    if wanted and batch_at:
+        batch = batch_at(max(wanted))
     loop: dict[str, Any] = {"step": step, "optimizer": optimizer, "context": context}
     subject = _of_module(model, batch, batch_size, precision, loop, training=training)
     if (strategy, devices, num_nodes) != ("auto", 1, 1):
         subject = on_ranks(subject, strategy, devices, num_nodes)
-    return _estimated(subject, device, measured, lengths)
+    return _estimated(subject, device, measured, wanted, batch_at)
 
 
 def _of_module(
@@ -151,16 +156,20 @@ def _by_name(
 
 
 def _estimated(
-    subject: Subject, device: str, measured: str | os.PathLike[str] | None, lengths: Iterable[int] | None
+    subject: Subject,
+    device: str,
+    measured: str | os.PathLike[str] | None,
+    lengths: Sequence[int] | None,
+    batch_at: BatchOfLength | None = None,
 ) -> Footprint:
     target, size = target_of(device, subject.model).talking(subject.communicators), subject.batch_size
     for note in target.notes:
         warn(f"estimate: {note}.", stacklevel=3)
     file = None if measured is None else Path(measured)
-    batches = [] if lengths is None else [Shape(size, length) for length in whole_lengths(lengths)]
-    subject = at_length(subject, max(batches).length) if batches else subject
+    batches = [Shape(size, length) for length in lengths or ()]
+    subject = at_length(subject, max(batches).length, batch_at) if batches else subject
     prediction = predicted(subject, target, capacity_bytes=target.capacity_bytes, measured=file)
     found, trace = prediction.footprint_at(size), prediction.own_trace_at(size)
     trace = replace(trace.only("point"), kernels=(), scratch_spans=())
     found = replace(found, trace=trace, settings=prediction.curve.settings)
-    return with_epoch(found, subject, target, prediction.curve.settings, batches)
+    return with_epoch(found, subject, target, prediction.curve.settings, batches, batch_at)

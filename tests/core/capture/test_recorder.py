@@ -32,7 +32,7 @@ from lightning_memguard.core.capture.recorder import (
 )
 from lightning_memguard.core.replay.replay import replay
 from lightning_memguard.core.replay.settings import AllocatorSettings
-from lightning_memguard.core.simulation import sdpa
+from lightning_memguard.core.simulation import fake_cuda, sdpa
 from lightning_memguard.core.simulation.fake import fake_copy, real_copy
 from lightning_memguard.core.trace.scratch import CudaTarget
 from lightning_memguard.core.trace.trace import Trace
@@ -320,6 +320,42 @@ def test_a_backward_pass_without_a_mark_is_seen():
     made = {event.operator: event.phase for event in recorder.trace(1, "fake") if event.action == "alloc"}
     assert made["aten.sum.default"] == "forward"
     assert made["aten.mul.Tensor"] == "backward"
+
+
+class Scaled(nn.Module):
+    """Divides and multiplies by numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        return (batch / 3).exp() * (self.weight / 8 * 2.5)
+
+
+@pytest.mark.parametrize("walked", [False, True])
+def test_a_number_that_a_product_keeps_is_a_tensor_until_its_backward_pass(
+    walked: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """No operator makes it, and no hooks on saved tensors are given it."""
+    monkeypatch.setattr(fake_cuda, "can_simulate_cuda", lambda: walked)
+    events = traced(Scaled(), lambda: torch.ones(2, 4)).events
+    numbers = [event for event in events if "Backward0" in event.operator]
+    frees = [event for event in events if event.action == "free"]
+    assert [(event.operator, event.nbytes, event.part) for event in numbers] == [
+        ("DivBackward0", 8, "activations"),
+        ("MulBackward0", 8, "activations"),
+    ]
+    assert [event.phase for event in frees if event.block in {each.block for each in numbers}] == ["backward"] * 2
+
+
+def test_the_profiler_sees_the_number_that_a_product_keeps():
+    x = torch.ones(4, requires_grad=True)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        kept = x / 8
+    nodes = profiler.profiler.kineto_results.experimental_event_tree()
+    assert [node.extra_fields.alloc_size for node in nodes if node.tag == _EventType.Allocation] == [8]
+    del kept
 
 
 def test_what_lives_when_backward_begins_is_an_activation_and_what_comes_then_is_not():

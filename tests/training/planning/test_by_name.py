@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from lightning_memguard import MemGuardError, estimate
+from lightning_memguard.cli.main import BAD_USE, main
 from lightning_memguard.core.decision.decision import Limits
 from lightning_memguard.training.planning import by_name
 from lightning_memguard.training.planning.by_name import FineTuning, config_of, largest_of, model_of, subject_by_name
@@ -65,6 +66,19 @@ def test_a_configuration_is_read_from_a_file_its_folder_or_the_table(transformer
     assert config_of("meta-llama/Llama-3.1-8B").num_key_value_heads == 8
     with pytest.raises(MemGuardError, match=r"The built-in table has meta-llama/Llama-3\.\d-\dB"):
         config_of("meta-llama/Llama-3.1-7B")
+
+
+def test_the_command_plans_lengths_of_a_configuration_and_the_epoch_over_them(
+    transformers: Any, small: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("lightning_memguard.training.planning.epochs.MOST_SECONDS", 0.5)
+    options = ["plan", "--hf", f"{small}/config.json", "--length", "16", "32", "--device", "T4", "--budget", "256MiB"]
+    assert main([*options, "--max-batch-size", "64"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "example batch: 1 x 32 int64" in out
+    assert "the largest batch size at each length" in out
+    assert "over an epoch of lengths 9..32 the cache" in out
+    assert main([*options, "--seq", "32"]) == BAD_USE
 
 
 def test_a_missing_library_is_named_with_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -147,6 +147,20 @@ def test_an_estimate_over_lengths_holds_what_the_cache_grows_to():
     assert found.epoch.text in found.notes
 
 
+def test_an_estimate_takes_a_function_of_the_length_where_the_length_is_no_first_dimension():
+    """Channels come first in a batch of sound; its lengths are dimension 2."""
+    model = nn.Sequential(nn.Conv1d(16, 32, 3, padding=1), nn.ReLU())
+    loop = {"step": lambda model, sound: model(sound).sum(), "device": "T4"}
+
+    def sound(length: int) -> torch.Tensor:
+        return torch.zeros(4, 16, length)
+
+    found = estimate(model, sound, lengths=[3000, 9000, 5000], **loop)
+    assert found.peak == estimate(model, sound(9000), **loop).peak
+    assert found.epoch
+    assert (found.epoch.shortest, found.epoch.longest) == (3000, 9000)
+
+
 def test_without_a_cache_or_with_one_length_there_is_no_epoch():
     on_cpu = {**SETTINGS, "device": "cpu"}
     assert estimate(Attention(), IDS, lengths=[8, 9], **on_cpu).epoch is None
