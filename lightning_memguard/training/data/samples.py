@@ -31,6 +31,8 @@ from lightning_memguard.core.batch.nesting import (
     tensors_in,
 )
 from lightning_memguard.core.isolation.pool import beat, reaches_out
+from lightning_memguard.core.replay.settings import AllocatorSettings
+from lightning_memguard.core.trace.trace import Shapes
 from lightning_memguard.errors import CannotTraceError, MemGuardError
 from lightning_memguard.training.adapter.loader_access import arrange
 from lightning_memguard.training.data import copies
@@ -70,6 +72,7 @@ class RunSamples:
         ends: how many samples each loader's data without a length has, if its end was reached.
         fresh: whether each sample is made when it is asked for, so that a batch is there twice while it is collated.
         object_bytes: of the objects that a sample is made of, without its data.
+        differ: whether batches of as many samples differ in size, as those of texts do in length.
     """
 
     batches: tuple[Batches, ...]
@@ -79,6 +82,7 @@ class RunSamples:
     ends: tuple[int | None, ...] = ()
     fresh: bool = False
     object_bytes: int = 0
+    differ: bool = False
 
 
 @dataclass(frozen=True)
@@ -91,6 +95,18 @@ class LoaderSamples:
     samples: int | None = None
     fresh: bool = False
     object_bytes: int = 0
+    differ: bool = False
+
+
+def note_on_cache(settings: AllocatorSettings) -> tuple[str, ...]:
+    """Say what is not predicted of batches that differ in length, if a cache is kept that may grow over them."""
+    return () if settings.kind != "cuda" or settings.expandable_segments else (_MAY_GROW,)
+
+
+_MAY_GROW = (
+    "the batches differ in size, and one that repeats is predicted: over an epoch, what the GPU caches may grow beyond "
+    "it; `memguard plan TARGET --length 128 512`, or `estimate(model, batch, lengths=[128, 512])`, says by how much"
+)
 
 
 def sample(info: LoaderInfo) -> RunSamples:
@@ -111,7 +127,8 @@ def sample(info: LoaderInfo) -> RunSamples:
     batches = _combine(info, [each.batches for each in drawn])
     fresh = any(each.fresh for each in drawn)
     objects = sum(each.object_bytes for each in drawn)
-    return RunSamples(batches, info.batch_size or batches[0].small_size, notes, unit, ends, fresh, objects)
+    differ = any(each.differ for each in drawn)
+    return RunSamples(batches, info.batch_size or batches[0].small_size, notes, unit, ends, fresh, objects, differ)
 
 
 def _draw_from(info: LoaderInfo, source: Source) -> LoaderSamples:
@@ -175,7 +192,7 @@ def _largest_batch(loader: Iterable[Any]) -> LoaderSamples:
     seen, samples, all_seen = 0, 0, True
     most = dict[int, tuple[float, Any, int]]()  # by place among `growth_sizes`: the size, the batch, its samples
     taken, taken_bytes = dict[int, list[Any]](), 0
-    started = time.monotonic()
+    started, seen_shapes = time.monotonic(), set[tuple[int, Shapes]]()
     for batch, count in _batches(loader):
         many = samples >= MOST_SAMPLES and seen >= LEAST_SAMPLES
         if seen > 1 and (many or time.monotonic() - started > MOST_SECONDS):
@@ -183,6 +200,7 @@ def _largest_batch(loader: Iterable[Any]) -> LoaderSamples:
             break
         nbytes, size = batch_bytes(batch), count or batch_size_of(batch)
         taken_bytes += nbytes
+        seen_shapes.add((size, shapes_of(batch)))
         if taken_bytes <= _KEPT_BYTES:
             taken.setdefault(size, []).append(batch)
         numbers = enumerate(growth_sizes(shapes_of(batch), nbytes))
@@ -197,7 +215,14 @@ def _largest_batch(loader: Iterable[Any]) -> LoaderSamples:
     kinds = tuple(different.values())[:_MOST_KINDS]
     note = f"predicted for the largest of {seen} batches drawn{'' if all_seen else f'; {_BEYOND}'}"
     note = note if kinds[1:] or not all_seen else ""
-    return LoaderSamples(replace(kinds[0], kinds=kinds), note, samples=samples if all_seen else None)
+    ended = samples if all_seen else None
+    return LoaderSamples(replace(kinds[0], kinds=kinds), note, samples=ended, differ=_differ(seen_shapes))
+
+
+def _differ(shapes: set[tuple[int, Shapes]]) -> bool:
+    """Whether batches of these samples and shapes differ in more than their samples."""
+    of_samples = {tuple(shape[1:] for shape in each) for _, each in shapes}
+    return len(of_samples) > 1 or len(shapes) > len({size for size, _ in shapes})
 
 
 def _taken(batch: object, size: int, others: dict[int, list[Any]]) -> Batches:
@@ -257,7 +282,8 @@ def _largest_samples(loader: DataLoader[Any], unit: int, factor: int) -> LoaderS
     draws = CollatedDraws(largest.collate, kept, largest.largest, unit, factor, multiple, in_order, whole, stay)
     samples = largest.seen if all_seen else None
     objects = object_bytes(first) * factor // unit
-    return LoaderSamples(replace(batches, draws=draws), note, multiple, samples, not kept_by_dataset, objects)
+    fresh = not kept_by_dataset
+    return LoaderSamples(replace(batches, draws=draws), note, multiple, samples, fresh, objects, largest.vary)
 
 
 class _LargestSamples:

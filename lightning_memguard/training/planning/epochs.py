@@ -51,7 +51,7 @@ def at_length(subject: Subject, length: int, batch_at: BatchOfLength | None = No
     """
     batch = (batch_at or partial(batch_of_length, subject.batches.small))(length)
     batches: Batches = batches_from_one(batch, batch_size_of(batch))
-    return replace(subject, batches=batches)
+    return replace(subject, batches=batches, differ=False)
 
 
 def replayed_epoch(

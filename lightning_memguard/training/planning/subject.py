@@ -28,7 +28,7 @@ from lightning_memguard.errors import CannotTraceError, MemGuardError
 from lightning_memguard.training.adapter.loader_access import set_data_source
 from lightning_memguard.training.adapter.program import LightningProgram
 from lightning_memguard.training.data.loaders import LoaderInfo, find
-from lightning_memguard.training.data.samples import sample
+from lightning_memguard.training.data.samples import note_on_cache, sample
 from lightning_memguard.training.facts.lightning_types import is_a, lightning_of
 from lightning_memguard.training.facts.run_facts import data_ranks, read_run_facts
 from lightning_memguard.training.planning.target import Target
@@ -61,6 +61,7 @@ class Subject:
         devices: how many processes train together on each of ``nodes``.
         changes: done to each copy of a LightningModule before it is recorded.
         notes: assumptions, in plain words.
+        differ: whether batches of its data differ in size, see `RunSamples`.
     """
 
     model: nn.Module
@@ -80,6 +81,7 @@ class Subject:
     nodes: int = 1
     changes: tuple[Change, ...] = ()
     notes: tuple[str, ...] = ()
+    differ: bool = False
 
     @property
     def layout(self) -> Layout | None:
@@ -187,7 +189,8 @@ def _with_loader(subject: Subject, batch_size: int | None) -> Subject:
             f"batch_size={batch_size} was asked for, and {loader_info.fixed_because}: its batches hold {known}. Leave "
             "batch_size out, or give an example batch in place of the loader."
         )
-    drawn: dict[str, Any] = {"batches": sampled.batches[0], "unit": sampled.unit, "notes": sampled.notes}
+    drawn: dict[str, Any] = {"batches": sampled.batches[0], "unit": sampled.unit}
+    drawn |= {"notes": sampled.notes, "differ": sampled.differ}
     return replace(subject, batch_size=batch_size or known, loader_info=loader_info, **drawn)
 
 
@@ -329,7 +332,8 @@ def predicted(
             f"The step cannot be predicted: {'; '.join(curve.notes)}. The batch it was given: {subject.shapes}. "
             f"What stays without it (parameters, gradients, optimizer state) is {format_bytes(states)}."
         )
-    notes = tuple(dict.fromkeys((*curve.notes, *target.notes, *subject.notes)))
+    on_cache = note_on_cache(settings) if subject.differ else ()
+    notes = tuple(dict.fromkeys((*curve.notes, *target.notes, *subject.notes, *on_cache)))
     learned = _learned(curve.signature, target.gpu, measured) if measured else None
     return Prediction(program, replace(curve, notes=notes).on_terms(learned=learned))
 

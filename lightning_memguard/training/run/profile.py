@@ -39,7 +39,7 @@ from lightning_memguard.training.adapter import callbacks
 from lightning_memguard.training.adapter.epoch_end import runs_here
 from lightning_memguard.training.adapter.program import LightningProgram
 from lightning_memguard.training.data.loaders import LoaderInfo, epoch_size_for, find, largest_for, limit_of, loaders_at
-from lightning_memguard.training.data.samples import RunSamples, sample
+from lightning_memguard.training.data.samples import RunSamples, note_on_cache, sample
 from lightning_memguard.training.data.set_sizes import is_kept_as_one
 from lightning_memguard.training.data.sizes_elsewhere import counts_steps, held_elsewhere
 from lightning_memguard.training.data.workers import Workers, host_budgets, ranks_of_host, workers_of
@@ -408,6 +408,7 @@ class Reading:
     budget: Budget
     avoids_single_sample: bool
     notes: tuple[str, ...]
+    differ: bool
     process_bytes: Range[int]
     workers: Workers | None
     host: Budget | None
@@ -597,6 +598,7 @@ def read_run(reader: RunReader) -> Reading:
         reader.budget,
         avoids_single_sample=any(isinstance(each, AnyBatchNorm) for each in module.modules()),
         notes=samples.notes,
+        differ=samples.differ,
         process_bytes=reader.process_bytes,
         workers=workers,
         host=host,
@@ -683,7 +685,7 @@ def profile_of(reading: Reading, captures: Captures) -> RunProfile:
         else (),
         host=reading.host,
         shared=reading.shared,
-        notes=(*reading.notes, *notes),
+        notes=(*reading.notes, *notes, *(note_on_cache(reading.rules) if reading.differ else ())),
         kept=tuple(
             kept
             for each in (prediction, *([validation.value.prediction] if validation.value else []))

@@ -51,6 +51,37 @@ def pad(items: Any) -> torch.Tensor:
 # -- the largest of the samples
 
 
+class Planned(Sampler[list[int]]):
+    """Batches as they are."""
+
+    def __init__(self, *batches: list[int]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self.batches)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "given", "differ"),
+    [
+        ((5, 9, 3, 7), {"batch_size": 2}, True),
+        ((5, 5, 5), {"batch_size": 2}, False),
+        ((5, 5, 5), {"batch_sampler": Planned([0, 1], [2])}, False),  # in their samples alone
+        ((5, 9, 3, 7), {"batch_sampler": Planned([0, 1], [2, 3])}, True),
+        ((5, 9, 3, 7), {"batch_sampler": Planned([0, 2, 3], [1])}, True),  # as many tokens, about
+    ],
+)
+def test_batches_that_differ_in_length_are_known(lengths: Any, given: Any, differ: bool) -> None:
+    assert draw(DataLoader(of_lengths(*lengths), collate_fn=pad, **given)).differ == differ
+
+
+def test_a_cache_that_may_grow_over_them_is_noted() -> None:
+    (note,) = samples.note_on_cache(AllocatorSettings())
+    assert "memguard plan TARGET --length" in note
+    assert samples.note_on_cache(AllocatorSettings(expandable_segments=True)) == ()
+    assert samples.note_on_cache(AllocatorSettings(kind="exact")) == ()
+
+
 def test_draws_of_a_loader_in_order_are_batches_that_it_gives() -> None:
     """The first ones hold the longest samples, with those that come next to them in the data and with no others."""
     lengths = [1, 2, 9, 3, 4, 5, 8, 6]

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from typing import Any
 
 import pytest
+import pytorch_lightning as pl
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader
 
-from lightning_memguard import CannotTraceError, DoesNotFitError, MemGuardError, batch_sizes, estimate
+from lightning_memguard import CannotTraceError, DoesNotFitError, MemGuard, MemGuardError, batch_sizes, estimate
 from lightning_memguard.core.batch.batches import batch_of_length, length_of
 from lightning_memguard.core.capture import lengths as surveys
 from lightning_memguard.core.replay.epoch import Shape
 from lightning_memguard.training.planning import epochs
 from lightning_memguard.training.planning import lengths as lengths_module
-from lightning_memguard.training.planning.subject import program_of, subject_of
+from lightning_memguard.training.planning.subject import predicted, program_of, subject_of
 from lightning_memguard.training.planning.target import target_of
+from lightning_memguard.training.run import profile
 from lightning_memguard.units import GIB, MIB
 
 BUDGET = GIB
@@ -183,6 +188,48 @@ def test_sizes_whose_epoch_fills_the_budget_are_returned_with_a_warning(
     said = [str(each.message) for each in recwarn if "over an epoch of lengths" in str(each.message)]
     assert len(said) == 1
     assert "To avoid it, set PYTORCH_ALLOC_CONF=expandable_segments:True" in said[0]
+
+
+class OfTexts(pl.LightningModule):
+    """Has data of its own: texts of these lengths."""
+
+    def __init__(self, *lengths: int) -> None:
+        super().__init__()
+        self.lengths, self.model = lengths, Attention()
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return loss_of(self.model, batch)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters())
+
+    def train_dataloader(self) -> DataLoader[torch.Tensor]:
+        texts: Any = [torch.zeros(length, dtype=torch.long) for length in self.lengths]
+        return DataLoader(texts, 2, collate_fn=partial(pad_sequence, batch_first=True))
+
+
+def test_a_plan_with_data_of_many_lengths_notes_that_a_cache_may_grow():
+    def notes(device: str, *lengths: int) -> str:
+        return " ".join(predicted(subject_of(OfTexts(*lengths)), target_of(device)).curve.notes)
+
+    said = "what the GPU caches may grow beyond it"
+    assert said in notes("T4", 30, 70, 50)
+    assert said not in notes("T4", 70, 70)
+    assert said not in notes("cpu", 30, 70, 50)
+    one_length = epochs.at_length(subject_of(OfTexts(30, 70, 50)), 64)
+    assert said not in " ".join(predicted(one_length, target_of("T4")).curve.notes)
+
+
+@pytest.mark.usefixtures("here")
+def test_a_fit_with_data_of_many_lengths_notes_that_a_cache_may_grow(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(profile, "note_on_cache", lambda _: ("may grow",))  # as on a GPU
+    trainer: dict[str, Any] = {"accelerator": "cpu", "max_steps": 1, "logger": False, "enable_checkpointing": False}
+    for lengths, noted in (((30, 70, 50), True), ((70, 70), False)):
+        guard = MemGuard(mode="check")
+        pl.Trainer(**trainer, enable_progress_bar=False, callbacks=[guard]).fit(OfTexts(*lengths))
+        assert guard.decision
+        assert guard.decision.footprint
+        assert ("may grow" in guard.decision.footprint.notes) == noted
 
 
 class TwoWays(Attention):
