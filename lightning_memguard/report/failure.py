@@ -163,7 +163,7 @@ def _outside_of_steps(measured: Measured, outside: Mapping[str, int], shapes: in
     rest = format_bytes(rest_bytes)
     # malloc may also use pages that the process had before: what it holds is no more than the process has grown by
     shown, left = list[str](), rest_bytes
-    for what, nbytes in sorted(outside.items(), key=lambda each: -each[1]):
+    for what, nbytes in outside.items():  # those that have grown come before those that may have been there
         if nbytes >= MIB and left:
             shown.append(f"{what} {format_bytes(min(nbytes, left))}")
             left -= min(nbytes, left)
