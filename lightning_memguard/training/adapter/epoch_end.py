@@ -291,7 +291,10 @@ def only_computes(owner: object, hook: str, module: nn.Module) -> bool:
         seen.add(id(function))
         if {*function.__code__.co_freevars} - {"__class__"}:  # a list of the function around it, for instance
             return False
-        for name in _names_in(function.__code__)[0]:
+        loaded, stored = _names_in(function.__code__)
+        if stored & _STEER:
+            return False
+        for name in loaded:
             value = function.__globals__.get(name)
             if isinstance(value, types.FunctionType):
                 todo.append(value)
@@ -316,6 +319,11 @@ def _names_in(code: types.CodeType) -> tuple[set[str], set[str]]:
     return loaded, stored
 
 
+# Attributes of a Trainer that change how it goes on: the copy's loops would end early.
+_STEER = {
+    *("should_stop", "max_epochs", "max_steps", "limit_train_batches", "limit_val_batches", "val_check_interval"),
+    *("check_val_every_n_epoch", "accumulate_grad_batches", "callbacks", "optimizers", "strategy", "datamodule"),
+}
 _LIBRARIES = ("torch", "torchmetrics", "math", "numpy", "gc", "sklearn")
 _ACT = {"save", "load", "compile", "eval", "exec", "open", "input", "breakpoint", "exit", "quit", "help", "__import__"}
 _KNOWN = {

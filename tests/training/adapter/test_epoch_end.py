@@ -190,3 +190,12 @@ def test_a_refusal_names_the_list_that_the_hook_joins(tmp_path):
         fit(Collects(), tmp_path, MemGuard(budget="40MiB"))
     assert "`self.outs`" in str(caught.value).partition("Batch size")[0]
     assert "in validation (Collects.on_validation_epoch_end)" in str(caught.value)
+
+
+class Stops(pl.Callback):
+    def on_train_batch_end(self, trainer, *_):
+        trainer.should_stop = True
+
+
+def test_a_hook_that_steers_the_trainer_is_not_run_on_a_copy():
+    assert not only_computes(Stops(), "on_train_batch_end", torch.nn.Linear(1, 1))
