@@ -145,6 +145,11 @@ def users_classes(cls: type) -> list[type]:
     return [each for each, name in names if name not in LEAD_EVERYWHERE and name not in _PYTHONS]
 
 
+def users_members(cls: type) -> dict[str, Any]:
+    """Return by name what a class has of the user's own code, inherited or not."""
+    return {name: member for each in reversed(users_classes(cls)) for name, member in vars(each).items()}
+
+
 def _saved_by(node: object) -> Iterator[object]:
     yield getattr(node, "__dict__", None)
     for name in dir(node):

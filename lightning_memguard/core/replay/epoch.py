@@ -63,7 +63,7 @@ class EpochRun:
 
     @property
     def text(self) -> str:
-        """What happens in it, as in ``"9.1 GiB with expandable_segments:True"``."""
+        """Say how it goes, as in ``"9.1 GiB with expandable_segments:True"``."""
         if self.failed_at is not None:
             return f"{self.change} step {self.failed_at} does not fit"
         rate = self.retries_per_hundred
@@ -73,7 +73,7 @@ class EpochRun:
 
 @dataclass(frozen=True)
 class Epoch:
-    """What the cache grows to over steps on batches of several shapes, and what keeps it smaller.
+    """A cache that grows over steps on batches of several shapes, and what keeps it smaller.
 
     Attributes:
         shortest: the shortest of the lengths.
@@ -96,7 +96,7 @@ class Epoch:
 
     @property
     def remedy(self) -> EpochRun | None:
-        """Of the changes that help, and with which the epoch fits, one that needs little; None if there is none."""
+        """A change that helps, with which the epoch fits, and that needs little; None if there is none."""
         better = [each for each in self.others if each.failed_at is None and (not self.fits or self._helps(each))]
         calm = [each for each in better if not each.releases] or better
         least = min((each.peak_reserved_bytes for each in calm), default=0)

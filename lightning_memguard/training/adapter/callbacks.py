@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_memguard.core.capture.capture import isolated
-from lightning_memguard.core.capture.holders import LEAD_EVERYWHERE, tensors_of, users_classes
+from lightning_memguard.core.capture.holders import LEAD_EVERYWHERE, tensors_of, users_classes, users_members
 from lightning_memguard.core.capture.recorder import Recorder, part_bytes
 from lightning_memguard.core.simulation.constants import suppose
 from lightning_memguard.core.simulation.fake import real_copy
@@ -153,7 +153,7 @@ def hooks_that_save(facts: RunFacts, module: nn.Module) -> dict[str, bool]:
     """
     found: dict[str, bool] = {}
     for owner in (module, *facts.callbacks):
-        own = {name: member for cls in reversed(users_classes(type(owner))) for name, member in vars(cls).items()}
+        own = users_members(type(owner))
         codes = {name: getattr(member, "__code__", None) for name, member in own.items()}
         todo, seen = [name for name in codes if name.startswith("on_") or name.endswith("_step")], set[str]()
         while todo:
@@ -180,7 +180,7 @@ def hooks_that_copy(facts: RunFacts, module: nn.Module) -> list[str]:
     """The user's own hooks that may keep a copy of the module's state, such as its best weights, by name."""
     found = []
     for owner in (module, *facts.callbacks):
-        own = {name: member for cls in reversed(users_classes(type(owner))) for name, member in vars(cls).items()}
+        own = users_members(type(owner))
         for name in [each for each in own if each.endswith(("epoch_end", "validation_end"))]:
             names = {*_names_in(own[name])}
             names |= {each for called in names for each in _names_in(own.get(called))}
@@ -199,7 +199,7 @@ def unsaved_bytes(module: nn.Module, device_type: str, datamodule: object = None
     """
     held = tensors_of(module)
     held += [each for each in tree_leaves(dict(getattr(module, "hparams", {}))) if isinstance(each, torch.Tensor)]
-    data = [*_tensors(getattr(datamodule, "hparams", None), _DEPTH, set())]
+    data = [*tensors_held(getattr(datamodule, "hparams", None), set())]
 
     def saved() -> tuple[int, int]:
         content: dict[str, Any] = {"state_dict": module.state_dict(), "hparams": dict(getattr(module, "hparams", {}))}
@@ -235,7 +235,7 @@ def notes_on_hyperparameters(*owners: object) -> tuple[str, ...]:
 
 
 def _tensor_bytes(thing: object) -> int:
-    return part_bytes({"": [*_tensors(thing, _DEPTH, set())]}, "cpu")[""]
+    return part_bytes({"": [*tensors_held(thing, set())]}, "cpu")[""]
 
 
 _DECIDES = ("state_dict", "on_save_checkpoint", "get_extra_state", "_save_to_state_dict")
@@ -273,7 +273,7 @@ def held_bytes(callbacks: Iterable[Callback], module: nn.Module, device: torch.d
     own = [*module.parameters(), *module.buffers()]
     counted = (callback for callback in callbacks if averaging or not _averages(callback))
     seen = {id(module)}
-    held = [tensor for callback in counted for tensor in _tensors(vars(callback), _DEPTH, seen)]
+    held = [tensor for callback in counted for tensor in tensors_held(vars(callback), seen)]
     return part_bytes({"own": own, "held": held}, device.type)["held"]
 
 

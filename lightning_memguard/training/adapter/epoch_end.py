@@ -20,7 +20,7 @@ from torch.nn import functional
 from typing_extensions import override
 
 from lightning_memguard.core import torch_port as port
-from lightning_memguard.core.capture.holders import users_classes
+from lightning_memguard.core.capture.holders import users_classes, users_members
 from lightning_memguard.core.capture.recorder import Recorder
 from lightning_memguard.core.foreign import patched
 from lightning_memguard.core.isolation.pool import is_forked
@@ -275,8 +275,7 @@ def only_computes(owner: object, hook: str, module: nn.Module) -> bool:
     """
     if not is_forked():
         return False
-    classes = (cls for each in (module, owner) for cls in reversed(users_classes(type(each))))
-    own = {name: member for cls in classes for name, member in vars(cls).items()}
+    own = users_members(type(module)) | users_members(type(owner))
     known = _KNOWN | {*vars(owner), *vars(module), *own, *(name for name, _ in module.named_children())}
     known |= {*port.parameters_of(module), *port.buffers_of(module)}
     for member in own.values():

@@ -79,7 +79,7 @@ def _between_leftovers(profile: RunProfile, batch_size: int) -> int:
 
 
 def _of_steps(profile: RunProfile, batch_size: int) -> int:
-    """What steps have freed by the time that a checkpoint is saved: their peak, with what glibc keeps, less what stays.
+    """Bound what steps have freed once a checkpoint is saved: their peak, with what glibc keeps, less what stays.
 
     Four layers of 15 MiB with Adam kept 47 to 169 MiB, from epoch to epoch.
     """
