@@ -76,8 +76,10 @@ def duration(seconds: float) -> str:
 
 
 def time_range(seconds: Range[float]) -> str:
-    """Write a predicted time: ``"12.3 ms (9.8 ms to 15.4 ms)"``."""
+    """Write a predicted time: ``"12.3 ms (9.8 to 15.4)"``, ``"0.9 s (700 ms to 1.2 s)"``."""
     low, likely, high = map(duration, seconds)
+    if len({each.split()[-1] for each in (low, likely, high)}) == 1:
+        low, high = low.split()[0], high.split()[0]
     return f"{likely} ({low} to {high})"
 
 
