@@ -8,7 +8,7 @@ from typing import Any
 from lightning_memguard.cli import tables
 from lightning_memguard.cli.status import progress
 from lightning_memguard.core.gpus import find
-from lightning_memguard.core.replay.alternatives import SETTINGS, Alternative, alternatives
+from lightning_memguard.core.replay.alternatives import Alternative, alternatives
 from lightning_memguard.core.replay.history import (
     History,
     Holder,
@@ -19,7 +19,7 @@ from lightning_memguard.core.replay.history import (
     out_of_memory,
     read_histories,
 )
-from lightning_memguard.core.replay.settings import check_replayed
+from lightning_memguard.core.replay.settings import SETTINGS, check_replayed
 from lightning_memguard.errors import MemGuardError
 from lightning_memguard.report.page_data import picked
 from lightning_memguard.units import parse_bytes

@@ -17,7 +17,6 @@ from lightning_memguard.core.device.host import MemoryInfo, or_none, status_byte
 from lightning_memguard.core.device.malloc import trim_heap
 from lightning_memguard.core.device.nvml import nvml_memory_of
 from lightning_memguard.core.device.tensor_counter import TensorCounter
-from lightning_memguard.core.replay.history import allocated_by_line
 
 _SAMPLING_SECONDS = 0.01
 
@@ -196,6 +195,8 @@ def allocated_now(device: torch.device) -> Mapping[str, int]:
     """Return the bytes that are allocated on a CUDA device, by the line that requested them, if that is recorded."""
     if device.type != "cuda" or not port.is_recording():
         return {}
+    from lightning_memguard.core.replay.history import allocated_by_line
+
     return allocated_by_line(port.allocator_state(device), device.index or 0)
 
 

@@ -6,20 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from lightning_memguard.core.replay.history import History, HistoryReplay, replay_history
-
-VARIABLE = "PYTORCH_ALLOC_CONF"  # torch 2.9 or newer; before, PYTORCH_CUDA_ALLOC_CONF
-
-# As they are written in the variable. Garbage collection needs a memory fraction below 1 besides.
-SETTINGS = (
-    "expandable_segments:True",
-    "max_split_size_mb:128",
-    "max_split_size_mb:512",
-    "roundup_power2_divisions:4",
-    "roundup_power2_divisions:8",
-    "garbage_collection_threshold:0.8",
-)
-# Of these, those that neither take time nor need anything else.
-NO_COST_SETTINGS = ("expandable_segments:True", "max_split_size_mb:128", "max_split_size_mb:512")
+from lightning_memguard.core.replay.settings import SETTINGS
 
 
 @dataclass(frozen=True)

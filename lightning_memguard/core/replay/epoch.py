@@ -15,10 +15,9 @@ from functools import lru_cache
 from itertools import chain
 from typing import NamedTuple
 
-from lightning_memguard.core.replay.alternatives import VARIABLE
 from lightning_memguard.core.replay.recurring import RecurringStep, StepSequence
 from lightning_memguard.core.replay.replay import Steps
-from lightning_memguard.core.replay.settings import AllocatorSettings
+from lightning_memguard.core.replay.settings import VARIABLE, AllocatorSettings
 from lightning_memguard.core.trace.scratch import up
 from lightning_memguard.core.trace.trace import Event, Trace
 from lightning_memguard.errors import CannotTraceError

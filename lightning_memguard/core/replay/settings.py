@@ -17,6 +17,20 @@ ROUNDUP_INTERVALS = 16  # [1 MiB, 2 MiB), [2 MiB, 4 MiB), ... and all from 32 Gi
 
 UNLIMITED = 1 << 64
 
+VARIABLE = "PYTORCH_ALLOC_CONF"  # torch 2.9 or newer; before, PYTORCH_CUDA_ALLOC_CONF
+
+# Those to try, as they are written in the variable. Garbage collection needs a memory fraction below 1 besides.
+SETTINGS = (
+    "expandable_segments:True",
+    "max_split_size_mb:128",
+    "max_split_size_mb:512",
+    "roundup_power2_divisions:4",
+    "roundup_power2_divisions:8",
+    "garbage_collection_threshold:0.8",
+)
+# Of these, those that neither take time nor need anything else.
+NO_COST_SETTINGS = ("expandable_segments:True", "max_split_size_mb:128", "max_split_size_mb:512")
+
 _Value = TypeVar("_Value")
 
 
@@ -85,7 +99,7 @@ class AllocatorSettings:
         >>> AllocatorSettings(expandable_segments=True).with_setting("max_split_size_mb:64").text
         'expandable_segments:True,max_split_size_mb:64'
         """
-        changed = _settings_from("PYTORCH_ALLOC_CONF", text)
+        changed = _settings_from(VARIABLE, text)
         return replace(self, **{_REPLAYED[key]: getattr(changed, _REPLAYED[key]) for key in _keys(text)})
 
     @property

@@ -18,8 +18,8 @@ from lightning_memguard.core.capture.curve import Curve
 from lightning_memguard.core.capture.predict import Prediction, Surveyor, terms_of
 from lightning_memguard.core.decision.advice import Advice, in_order
 from lightning_memguard.core.decision.decision import Budget, Request, decide, largest_that
-from lightning_memguard.core.replay.alternatives import NO_COST_SETTINGS, VARIABLE
 from lightning_memguard.core.replay.footprint import Footprint
+from lightning_memguard.core.replay.settings import NO_COST_SETTINGS, VARIABLE
 from lightning_memguard.core.trace.trace import Method
 from lightning_memguard.errors import CannotTraceError, DoesNotFitError
 from lightning_memguard.training.planning.remedies import Family, Remedy, families_for

@@ -10,9 +10,9 @@ from itertools import count, takewhile
 
 from lightning_memguard.core.capture.predict import Prediction, StepFailsError
 from lightning_memguard.core.decision.decision import Budget, Decision, LimitedBy, Request, decide
-from lightning_memguard.core.replay.alternatives import VARIABLE
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.core.replay.recurring import retries_within
+from lightning_memguard.core.replay.settings import VARIABLE
 from lightning_memguard.errors import DoesNotFitError
 from lightning_memguard.training.planning.advise import setting_that_saves
 

@@ -16,9 +16,7 @@ from lightning_memguard.core.decision.decision import Decision
 from lightning_memguard.core.decision.record import EpochRecord
 from lightning_memguard.core.device.out_of_memory import ran_out_of_memory
 from lightning_memguard.core.foreign import gaps, reason_of, untested
-from lightning_memguard.core.replay.compare import compare_files
 from lightning_memguard.errors import MemGuardError
-from lightning_memguard.report.comparison import comparison_text
 from lightning_memguard.training.facts.ranks import attempt, say, warn
 from lightning_memguard.training.facts.run_facts import ROLES
 from lightning_memguard.training.run.guard_settings import GuardSettings
@@ -310,6 +308,8 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
         Raises:
             MemGuardError: there is no actual snapshot, or one of them cannot be read.
         """
+        from lightning_memguard.core.replay.compare import compare_files
+        from lightning_memguard.report.comparison import comparison_text
         from lightning_memguard.training.run.guarded_run import actual_path
 
         actual = actual_path(Path(path))

@@ -16,9 +16,9 @@ from lightning_memguard.core.capture.curve import Curve
 from lightning_memguard.core.capture.predict import Prediction, Surveyor, speed_here
 from lightning_memguard.core.decision.decision import Decision, LimitedBy, Request, decide
 from lightning_memguard.core.isolation.pool import Children, is_forked
-from lightning_memguard.core.replay.alternatives import VARIABLE
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.core.replay.seconds import Speed
+from lightning_memguard.core.replay.settings import VARIABLE
 from lightning_memguard.core.trace.trace import Trace
 from lightning_memguard.errors import CannotTraceError, DoesNotFitError, MemGuardError
 from lightning_memguard.training.adapter.callbacks import schedules_accumulation

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from lightning_memguard.core.replay.alternatives import SETTINGS, alternatives
+from lightning_memguard.core.replay.alternatives import alternatives
 from lightning_memguard.core.replay.history import (
     allocated_by_line,
     histories_of,
@@ -26,7 +26,7 @@ from lightning_memguard.core.replay.history import (
     replay_history,
 )
 from lightning_memguard.core.replay.replay import replay
-from lightning_memguard.core.replay.settings import AllocatorSettings
+from lightning_memguard.core.replay.settings import SETTINGS, AllocatorSettings
 from lightning_memguard.core.replay.snapshot import snapshot
 from lightning_memguard.core.trace.trace import Event, Trace
 from lightning_memguard.errors import MemGuardError
