@@ -23,8 +23,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from lightning_memguard.core.histories.history import History, Replaying, read_histories
 from lightning_memguard.core.replay.allocator import Allocator
-from lightning_memguard.core.replay.history import History, Replaying, read_histories
 from lightning_memguard.errors import MemGuardError
 from shared.as_recorded import Differences, replay_as_recorded
 

@@ -18,10 +18,6 @@ ROOMS = {
         "settings",
         "addresses",
         "allocator",
-        "pickles",
-        "history",
-        "compare",
-        "alternatives",
         "replay",
         "recurring",
         "epoch",
@@ -31,6 +27,7 @@ ROOMS = {
         "footprint",
         "learned",
     ],
+    "core/histories": ["__init__", "pickles", "history", "compare", "alternatives"],
     "core/kernels": [
         "__init__",
         "arguments",
@@ -277,8 +274,8 @@ ORDER = {
 
 # A fit loads none of these: without them the callback does what it did.
 BESIDE = (
-    *(f"core/replay/{name}.py" for name in ("pickles", "history", "compare", "alternatives")),
-    *("core/layers/textbook.py", "report/comparison.py", "training/hf/", "training/data/length_sampler.py"),
+    *("core/histories/", "core/layers/textbook.py", "report/comparison.py", "training/hf/"),
+    "training/data/length_sampler.py",
     *("training/strategies/fabric.py", "cli/"),
     *(f"training/planning/{name}.py" for name in ("by_name", "estimate", "plan", "layouts", "lengths", "ways")),
 )

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from lightning_memguard.core.histories.history import RESERVING, History, HistoryReplay, Replaying
 from lightning_memguard.core.replay.allocator import Allocator, Block, BlockPool
-from lightning_memguard.core.replay.history import RESERVING, History, HistoryReplay, Replaying
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from lightning_memguard.core.replay.history import HistoryEntry, Release
+    from lightning_memguard.core.histories.history import HistoryEntry, Release
     from lightning_memguard.core.replay.settings import AllocatorSettings
 
 

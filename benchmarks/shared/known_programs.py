@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from lightning_memguard.core.capture.program import tensors
 from lightning_memguard.core.capture.recorder import Recorder, gradients_of, states_of, watching
 from lightning_memguard.core.gpus import find
-from lightning_memguard.core.replay.compare import compare
+from lightning_memguard.core.histories.compare import compare
+from lightning_memguard.core.histories.history import History, histories_of
 from lightning_memguard.core.replay.footprint import footprint
-from lightning_memguard.core.replay.history import History, histories_of
 from lightning_memguard.core.replay.replay import replay
 from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.core.replay.snapshot import save_snapshot, snapshot

@@ -15,9 +15,9 @@ from rich.console import Console
 
 from lightning_memguard.core.decision.decision import Budget, Decision, needed_words, prediction_of, retries_words
 from lightning_memguard.core.gpus import Gpu
+from lightning_memguard.core.histories.history import line_of, operator_of, without_folders
 from lightning_memguard.core.layers.textbook import ratio_to_peak
 from lightning_memguard.core.replay.footprint import Footprint
-from lightning_memguard.core.replay.history import line_of, operator_of, without_folders
 from lightning_memguard.report.decision_table import new_table, setup_text
 from lightning_memguard.report.page_data import budget_data, footprint_data, layer_data, picked
 from lightning_memguard.report.words import ACCURACY, duration, time_range
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
     from lightning_memguard.core.decision.advice import Advice
     from lightning_memguard.core.device.measurements import Measurement
+    from lightning_memguard.core.histories.alternatives import Alternative
+    from lightning_memguard.core.histories.history import History, Holder, OutOfMemory, Stack
     from lightning_memguard.core.layers.layers import Layer, LayerTable
     from lightning_memguard.core.layers.textbook import TextbookSum, WeightMemory
-    from lightning_memguard.core.replay.alternatives import Alternative
     from lightning_memguard.core.replay.epoch import Epoch
-    from lightning_memguard.core.replay.history import History, Holder, OutOfMemory, Stack
     from lightning_memguard.training.planning.layouts import Fit
     from lightning_memguard.training.planning.lengths import AtLength
     from lightning_memguard.training.planning.plan import Plan

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lightning_memguard._version import __version__
-from lightning_memguard.core.replay.compare import Comparison, Difference
-from lightning_memguard.core.replay.history import without_folders
+from lightning_memguard.core.histories.compare import Comparison, Difference
+from lightning_memguard.core.histories.history import without_folders
 from lightning_memguard.units import MIB, format_bytes
 
 _MOST_ROWS, _MOST_WITHOUT_EFFECT = 30, 10

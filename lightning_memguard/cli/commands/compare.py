@@ -8,7 +8,7 @@ from pathlib import Path
 
 from lightning_memguard.cli import tables
 from lightning_memguard.cli.status import progress
-from lightning_memguard.core.replay.compare import compare_files
+from lightning_memguard.core.histories.compare import compare_files
 from lightning_memguard.errors import MemGuardError
 from lightning_memguard.report.comparison import comparison_text
 

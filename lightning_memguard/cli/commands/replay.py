@@ -8,8 +8,8 @@ from typing import Any
 from lightning_memguard.cli import tables
 from lightning_memguard.cli.status import progress
 from lightning_memguard.core.gpus import find
-from lightning_memguard.core.replay.alternatives import Alternative, alternatives
-from lightning_memguard.core.replay.history import (
+from lightning_memguard.core.histories.alternatives import Alternative, alternatives
+from lightning_memguard.core.histories.history import (
     History,
     Holder,
     OutOfMemory,

@@ -195,7 +195,7 @@ def allocated_now(device: torch.device) -> Mapping[str, int]:
     """Return the bytes that are allocated on a CUDA device, by the line that requested them, if that is recorded."""
     if device.type != "cuda" or not port.is_recording():
         return {}
-    from lightning_memguard.core.replay.history import allocated_by_line
+    from lightning_memguard.core.histories.history import allocated_by_line
 
     return allocated_by_line(port.allocator_state(device), device.index or 0)
 

@@ -308,7 +308,7 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
         Raises:
             MemGuardError: there is no actual snapshot, or one of them cannot be read.
         """
-        from lightning_memguard.core.replay.compare import compare_files
+        from lightning_memguard.core.histories.compare import compare_files
         from lightning_memguard.report.comparison import comparison_text
         from lightning_memguard.training.run.guarded_run import actual_path
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from lightning_memguard.core.replay.alternatives import alternatives
-from lightning_memguard.core.replay.history import (
+from lightning_memguard.core.histories.alternatives import alternatives
+from lightning_memguard.core.histories.history import (
     allocated_by_line,
     histories_of,
     line_of,

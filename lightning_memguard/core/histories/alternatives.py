@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from lightning_memguard.core.replay.history import History, HistoryReplay, replay_history
+from lightning_memguard.core.histories.history import History, HistoryReplay, replay_history
 from lightning_memguard.core.replay.settings import SETTINGS
 
 

@@ -15,7 +15,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
-from lightning_memguard.core.replay.history import History, Stack, line_of, operator_of, read_histories
+from lightning_memguard.core.histories.history import History, Stack, line_of, operator_of, read_histories
 from lightning_memguard.errors import MemGuardError
 
 _NEVER = 1 << 62

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from lightning_memguard.core.replay.compare import Difference, aligned, compare, compare_files
-from lightning_memguard.core.replay.history import History, histories_of
+from lightning_memguard.core.histories.compare import Difference, aligned, compare, compare_files
+from lightning_memguard.core.histories.history import History, histories_of
 from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.core.replay.snapshot import snapshot
 from lightning_memguard.core.trace.trace import Event, Trace

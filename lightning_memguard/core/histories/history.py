@@ -19,7 +19,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lightning_memguard.core.replay import pickles
+from lightning_memguard.core.histories import pickles
 from lightning_memguard.core.replay.addresses import DESCENDING_FROM
 from lightning_memguard.core.replay.allocator import SMALL_LIMIT, SMALL_SEGMENT, Allocator, Block
 from lightning_memguard.core.replay.settings import LARGE_SEGMENT, ROUNDUP_INTERVALS, UNLIMITED, AllocatorSettings

@@ -1,0 +1,1 @@
+"""Recorded histories of CUDA's allocator: read, replayed under other settings, and compared."""
