@@ -6,6 +6,7 @@ Python knows who refers to an object, but not by which name; so the walk goes fo
 from __future__ import annotations
 
 import contextlib
+import dis
 import functools
 import gc
 import inspect
@@ -16,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -148,6 +149,36 @@ def users_classes(cls: type) -> list[type]:
 def users_members(cls: type) -> dict[str, Any]:
     """Return by name what a class has of the user's own code, inherited or not."""
     return {name: member for each in reversed(users_classes(cls)) for name, member in vars(each).items()}
+
+
+class Names(NamedTuple):
+    """The names in code: globals and attributes that it reads, and what it sets or deletes of both."""
+
+    globals: frozenset[str] = frozenset()
+    attributes: frozenset[str] = frozenset()
+    written: frozenset[str] = frozenset()
+
+    @property
+    def all(self) -> frozenset[str]:
+        """All of them."""
+        return self.globals | self.attributes | self.written
+
+
+def names_in(function: object) -> Names:
+    """Return the names in a function's code and in functions inside it; none for what has no code, as a builtin."""
+    code = getattr(getattr(function, "__func__", getattr(function, "fget", function)), "__code__", function)
+    found: dict[str, set[str]] = {kind: set() for kind in Names._fields}
+    for each in dis.get_instructions(code) if isinstance(code, CodeType) else ():
+        if isinstance(each.argval, CodeType):
+            for kind, names in names_in(each.argval)._asdict().items():
+                found[kind] |= names
+        elif each.opcode in dis.hasname:
+            sets, is_global = each.opname.startswith(("STORE", "DELETE")), each.opname.startswith(_FROM_GLOBALS)
+            found["written" if sets else "globals" if is_global else "attributes"].add(each.argval)
+    return Names(**{kind: frozenset(names) for kind, names in found.items()})
+
+
+_FROM_GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT", "IMPORT_NAME")
 
 
 def _saved_by(node: object) -> Iterator[object]:

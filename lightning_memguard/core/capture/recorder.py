@@ -136,22 +136,28 @@ class Recorder(Storages, TorchDispatchMode):
         """A node of the backward pass begins."""
         self._first_of_node = len(self._bytes)
 
-    def peak_inside(self, run: Callable[[], object]) -> tuple[int, Exception | None]:
-        """Return the bytes that a call takes at most beyond those alive before it, and the error that ended it.
+    def peaks_inside(self, runs: Iterable[Callable[[], object]]) -> tuple[list[tuple[int, Exception | None]], int]:
+        """Return the bytes that each call takes at most beyond those alive before all, and the error that ended it.
 
-        Nothing of it is recorded, and what it makes is not known afterwards.
+        The calls are made one after the other, and the last value is what they leave of their own. Nothing of it is
+        recorded, and what they make is not known afterwards.
         """
-        rows, first, now, peak, error = list[Event](), len(self._bytes), 0, 0, None
+        rows, first, now, found = list[Event](), len(self._bytes), 0, list[tuple[int, Exception | None]]()
         with patched(self, rows=rows), patched(self._scratch, spans=[], kernels=[]):
-            try:
-                run()
-            except Exception as raised:  # noqa: BLE001 - the user's code may raise anything
-                error = raised
-        for row in rows:
-            now += (row.nbytes if row.action == "alloc" else -row.nbytes) if row.case != "high" else 0
-            peak = max(peak, now)
+            for run in runs:
+                rows.clear()
+                peak, error = now, None
+                try:
+                    run()
+                except Exception as raised:  # noqa: BLE001 - the user's code may raise anything
+                    error = raised.with_traceback(None)
+                for row in rows:
+                    now += (row.nbytes if row.action == "alloc" else -row.nbytes) if row.case != "high" else 0
+                    peak = max(peak, now)
+                found.append((peak, error))
+        made = sum(self._bytes[block] for block in self._live.values() if block >= first)
         self._live = {address: block for address, block in self._live.items() if block < first}
-        return peak, error
+        return found, made
 
     def note_autotuning(self) -> None:
         """Note that kernels of products and convolutions may be chosen by torch.compile for their speed from now on."""

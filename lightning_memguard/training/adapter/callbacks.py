@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_memguard.core.capture.capture import isolated
-from lightning_memguard.core.capture.holders import LEAD_EVERYWHERE, tensors_of, users_classes, users_members
+from lightning_memguard.core.capture.holders import LEAD_EVERYWHERE, names_in, tensors_of, users_classes, users_members
 from lightning_memguard.core.capture.recorder import Recorder, part_bytes
 from lightning_memguard.core.simulation.constants import suppose
 from lightning_memguard.core.simulation.fake import real_copy
@@ -163,8 +162,9 @@ def hooks_that_save(facts: RunFacts, module: nn.Module) -> dict[str, bool]:
                 continue
             seen.add(name)
             todo += code.co_names
-            if {*_names_in(code)} >= _TO_MEMORY:
-                found[f"{type(owner).__name__}.{name}"] = not any("optimizer" in each for each in _names_in(code))
+            names = names_in(code).all
+            if names >= _TO_MEMORY:
+                found[f"{type(owner).__name__}.{name}"] = not any("optimizer" in each for each in names)
             elif "save_checkpoint" in code.co_names:
                 constants = (
                     each for const in code.co_consts for each in (const if isinstance(const, tuple) else (const,))
@@ -174,20 +174,6 @@ def hooks_that_save(facts: RunFacts, module: nn.Module) -> dict[str, bool]:
 
 
 _TO_MEMORY = {"BytesIO", "save", "state_dict"}
-
-
-def hooks_that_copy(facts: RunFacts, module: nn.Module) -> list[str]:
-    """The user's own hooks that may keep a copy of the module's state, such as its best weights, by name."""
-    found = []
-    for owner in (module, *facts.callbacks):
-        own = users_members(type(owner))
-        for name in [each for each in own if each.endswith(("epoch_end", "validation_end"))]:
-            names = {*_names_in(own[name])}
-            names |= {each for called in names for each in _names_in(own.get(called))}
-            elsewhere = facts.device.type != "cpu" and "cpu" in names
-            if "state_dict" in names and names & {"deepcopy", "clone"} and not elsewhere:
-                found.append(f"{type(owner).__name__}.{name}")
-    return found
 
 
 def unsaved_bytes(module: nn.Module, device_type: str, datamodule: object = None) -> tuple[int, int]:
@@ -321,7 +307,7 @@ def may_unfreeze(callbacks: Iterable[object], module: nn.Module, max_epochs: int
         return True
     is_frozen = any(not parameter.requires_grad for parameter in module.parameters())
     hooks = (getattr(type(owner), hook, None) for owner in (module, *callbacks) for hook in _LATER_HOOKS)
-    names = (name for hook in hooks for name in _names_in(hook))
+    names = (name for hook in hooks for name in names_in(hook).all)
     return is_frozen and any(name in _UNFREEZES or name.startswith("unfreeze") for name in names)
 
 
@@ -330,14 +316,6 @@ def notes_on_profiler(profiler: object) -> tuple[str, ...]:
     if not is_a(profiler, "PyTorchProfiler"):
         return ()
     return ("what PyTorchProfiler records is not included: without a schedule, each operator of the run",)
-
-
-def _names_in(function: object) -> tuple[str, ...]:
-    """The names that a function's code reads, with those of functions inside it."""
-    code = getattr(function, "__code__", function)
-    if not isinstance(code, CodeType):
-        return ()
-    return (*code.co_names, *(name for const in code.co_consts for name in _names_in(const)))
 
 
 def hooks_that_compute(callbacks: Iterable[object], but: Callable[[object, str], bool] = lambda *_: False) -> list[str]:
@@ -357,9 +335,9 @@ def hooks_that_compute(callbacks: Iterable[object], but: Callable[[object, str],
 
 def _computes(callback: object, function: object) -> bool:
     """Whether a hook, or a method that it calls, names what runs a model or copies one."""
-    names = _names_in(function)
-    called = (name for each in names for name in _names_in(getattr(type(callback), each, None)))
-    return any(name in _COMPUTES for name in (*names, *called))
+    names = names_in(function).all
+    called = (names_in(getattr(type(callback), each, None)).all for each in names)
+    return not names.union(*called).isdisjoint(_COMPUTES)
 
 
 def unfreeze(module_copy: Any) -> None:

@@ -7,11 +7,16 @@ was counted before.
 from __future__ import annotations
 
 import builtins
-import dis
+import collections
+import contextlib
+import copy
+import functools
 import importlib
+import itertools
 import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,8 +25,8 @@ from torch.nn import functional
 from typing_extensions import override
 
 from lightning_memguard.core import torch_port as port
-from lightning_memguard.core.capture.holders import users_classes, users_members
-from lightning_memguard.core.capture.recorder import Recorder
+from lightning_memguard.core.capture.holders import holdings, names_in, users_classes, users_members
+from lightning_memguard.core.capture.recorder import Recorder, part_bytes
 from lightning_memguard.core.foreign import patched
 from lightning_memguard.core.isolation.pool import is_forked
 from lightning_memguard.core.simulation.fake import fake_copy, real_copy
@@ -44,7 +49,7 @@ COPIES = 4
 
 
 class Lists:
-    """Lists that grow by each batch, of a module and of callbacks: attributes, and lists in dictionaries of theirs."""
+    """Lists that grow by each batch, wherever a module and callbacks hold them."""
 
     def __init__(self, owners: Sequence[object]) -> None:
         self._owners = owners
@@ -60,12 +65,8 @@ class Lists:
                 each.extend([*each][-(grown // batches) :] * max(0, in_all - batches))
 
     def _lists(self) -> Iterator[Any]:
-        for owner in self._owners:
-            for part in owner.modules() if isinstance(owner, nn.Module) else [owner]:
-                for value in [*vars(part).values()]:
-                    for each in [value, *value.values()] if isinstance(value, dict) else [value]:
-                        if type(each) in (list, deque):
-                            yield each
+        held = holdings({str(number): owner for number, owner in enumerate(self._owners)})
+        return (each.thing for each in held if type(each.thing) in (list, deque))
 
 
 def has_own(owner: object, hook: str) -> bool:
@@ -93,15 +94,25 @@ class CollectingCallback(IdleCallback):
         return lambda *args: self.memguard_run(name, args)
 
     def memguard_run(self, name: str, args: tuple[Any, ...]) -> None:
-        """Run a hook of the copy, in the copy's name."""
-        if attempt(lambda: getattr(vars(self)["memguard_copy"], name)(*args)).reason:
-            vars(self)["memguard_copy"] = None
+        """Run a hook of the copy, in the copy's name, with a Trainer that it cannot steer."""
+        trainer = vars(args[0])
+        trainer["memguard_is_read_only"] = True
+        try:
+            if attempt(lambda: getattr(vars(self)["memguard_copy"], name)(*args)).reason:
+                vars(self)["memguard_copy"] = None
+        finally:
+            trainer["memguard_is_read_only"] = False
 
 
 AFTER_BATCHES = ("on_train_batch_end", "on_validation_batch_end", "on_test_batch_end", "on_predict_batch_end")
 BEFORE_TRAINING = ("on_sanity_check_start", "on_sanity_check_end", "on_train_start")
+EPOCH_END = "on_train_epoch_end"
+# In Lightning's order. Those of a fit may compute over what its batches left: some models are fitted in validation.
 AT_EPOCH_END = {
-    "fit": ("on_train_epoch_end",),
+    "fit": (
+        *("on_validation_start", "on_validation_epoch_start", "on_validation_epoch_end", "on_validation_end"),
+        *(EPOCH_END, "on_train_end", "on_fit_end"),
+    ),
     "validate": ("on_validation_epoch_end", "on_validation_end"),
     "test": ("on_test_epoch_end", "on_test_end"),
     "predict": ("on_predict_epoch_end",),
@@ -171,42 +182,74 @@ def run_hook(
 def run_after_training(
     trainer: Trainer,
     module: LightningModule,
-    owner: object,
+    hooks: Sequence[tuple[object, str]],
     recorder: Recorder,
     fill: Callable[[], object],
     in_all: int,
     samples: int,
     kept_bytes: int,
 ) -> None:
-    """Run the hook at the end of an epoch of training, and count what it takes as one block.
+    """Run the hooks at the end of an epoch of training, one after the other, and count what each takes as one block.
 
-    How many entries it goes through depends on the batch size, so its events would not match those at another one; in
-    whole bytes a sample, what it takes is the same at each. ``kept_bytes`` an epoch leaves.
+    How many entries they go through depends on the batch size, so their events would not match those at another one;
+    in whole bytes a sample, what they take is the same at each. The next epoch finds what they made and keep.
+    ``kept_bytes`` an epoch leaves.
     """
-    hook = AT_EPOCH_END["fit"][0]
-    name = f"{type(owner).__name__}.{hook}"
 
-    def run() -> None:
+    def run(owner: object, hook: str) -> None:
         _check(in_all)
         fill()
-        _call(trainer, module, owner, hook)
+        with _as_called(module, hook):
+            _call(trainer, module, owner, hook)
 
-    taken, error = recorder.peak_inside(run)
+    taken, made = recorder.peaks_inside([functools.partial(run, *each) for each in hooks])
     step = max(1, samples)
-    recorder.mark("epoch end")
-    with patched(recorder, module=name):
-        recorder.take_for_a_moment(-(-taken // step) * step, "activations")
-    if error is not None:
-        bound(owner, recorder, kept_bytes, _why(error))
-    elif taken >= WORTH_A_NOTE:
-        recorder.assumptions[f"{name} takes {format_bytes(taken)} at the end of an epoch, which is included"] = None
+    if trainer.max_epochs != 1:
+        recorder.expect(-(-made // step) * step, "activations")
+    for (owner, hook), (nbytes, error) in zip(hooks, taken, strict=True):
+        name = f"{type(owner).__name__}.{hook}"
+        recorder.mark("epoch end")
+        with patched(recorder, module=name):
+            recorder.take_for_a_moment(-(-nbytes // step) * step, "activations")
+        if error is not None:
+            bound(owner, hook, module, recorder, kept_bytes, _why(error))
+        elif nbytes >= WORTH_A_NOTE:
+            recorder.assumptions[f"{name} takes {format_bytes(nbytes)} at the end of an epoch, which is included"] = (
+                None
+            )
 
 
-def bound(owner: object, recorder: Recorder, kept_bytes: int, why: str) -> None:
-    """Count copies of what an epoch of training leaves, at most, for a hook at its end that does not run here."""
+@contextlib.contextmanager
+def _as_called(module: LightningModule, hook: str) -> Iterator[None]:
+    """Evaluate as Lightning does around the hooks of validation."""
+    if "validation" not in hook:
+        yield
+        return
+    trained = module.training
+    with torch.no_grad():
+        module.eval()
+        yield
+    module.train(trained)
+
+
+def bound(owner: object, hook: str, module: nn.Module, recorder: Recorder, kept_bytes: int, why: str) -> None:
+    """Count what a hook at the end of an epoch may take that does not run here.
+
+    That are copies of what an epoch of training leaves, at most; and of the weights, if it names what copies them: the
+    first is kept, and is still there when the next is made.
+    """
+    name = f"{type(owner).__name__}.{hook}"
     recorder.expect(COPIES * kept_bytes, "activations", at_most=True)
     if kept_bytes >= WORTH_A_NOTE:
-        recorder.assumptions[_not_run(f"{type(owner).__name__}.{AT_EPOCH_END['fit'][0]}", why)] = None
+        recorder.assumptions[_not_run(name, why)] = None
+    if not reads(owner, hook, module, {"state_dict"}) or not reads(owner, hook, module, {"deepcopy", "clone"}):
+        return
+    weights = part_bytes({"": [*module.parameters(), *module.buffers()]}, recorder.device_type)[""]
+    if recorder.device_type == "cpu" or not reads(owner, hook, module, {"cpu"}):
+        recorder.expect(weights, "callbacks")
+        recorder.expect(weights, "callbacks", at_most=True)
+        if weights >= WORTH_A_NOTE:
+            recorder.assumptions[f"{name} keeps a copy of the weights: {format_bytes(weights)}, included"] = None
 
 
 def bound_collected(
@@ -260,11 +303,16 @@ def runs_here(owner: object, hook: str, module: nn.Module) -> bool:
 
 def keeps(owner: object, hook: str) -> bool:
     """Whether a hook of the user's names what puts something into a list, and not only a number."""
-    code = getattr(getattr(type(owner), hook, None), "__code__", None) if has_own(owner, hook) else None
-    names = _names_in(code)[0] if code else set()
+    names = names_in(getattr(type(owner), hook, None)).attributes if has_own(owner, hook) else set[str]()
     return bool(names & {"append", "extend", "appendleft", "setdefault", "update"}) and not (
         "item" in names and not names & {"numpy", "cpu", "detach", "tolist"}
     )
+
+
+def reads(owner: object, hook: str, module: nn.Module, attributes: AbstractSet[str]) -> bool:
+    """Whether a hook of the user's, or what it calls, reads one of these attributes."""
+    code = _Code(owner, module)
+    return any(not names_in(each).attributes.isdisjoint(attributes) for each in code.called_by(hook))
 
 
 def only_computes(owner: object, hook: str, module: nn.Module) -> bool:
@@ -275,58 +323,73 @@ def only_computes(owner: object, hook: str, module: nn.Module) -> bool:
     """
     if not is_forked():
         return False
-    own = users_members(type(module)) | users_members(type(owner))
-    known = _KNOWN | {*vars(owner), *vars(module), *own, *(name for name, _ in module.named_children())}
-    known |= {*port.parameters_of(module), *port.buffers_of(module)}
-    for member in own.values():
-        known |= _names_in(member.__code__)[1] if isinstance(member, types.FunctionType) else set()
-    todo, seen = [own.get(hook)], set[int]()
-    while todo:
-        function = getattr(todo[-1], "fget", todo[-1])
-        function = getattr(function, "__func__", function)
-        todo.pop()
-        if not isinstance(function, types.FunctionType) or id(function) in seen:
-            continue
-        seen.add(id(function))
-        if {*function.__code__.co_freevars} - {"__class__"}:  # a list of the function around it, for instance
-            return False
-        loaded, stored = _names_in(function.__code__)
-        if stored & _STEER:
-            return False
-        for name in loaded:
-            value = function.__globals__.get(name)
-            if isinstance(value, types.FunctionType):
-                todo.append(value)
-            elif isinstance(value, types.ModuleType):
-                if value.__name__.partition(".")[0] not in _LIBRARIES:
-                    return False
-            elif name not in known:
-                return False
-            todo.append(own.get(name))
-    return True
+    code = _Code(owner, module)
+    known = _KNOWN | code.attributes
+    return all(_is_known(function, known) for function in code.called_by(hook))
 
 
-def _names_in(code: types.CodeType) -> tuple[set[str], set[str]]:
-    """The names that code reads, and those of attributes that it sets."""
-    loaded, stored = set[str](), set[str]()
-    for each in dis.get_instructions(code):
-        if each.opcode in dis.hasname:
-            (stored if each.opname.startswith("STORE") else loaded).add(each.argval)
-        elif isinstance(each.argval, types.CodeType):
-            inside = _names_in(each.argval)
-            loaded, stored = loaded | inside[0], stored | inside[1]
-    return loaded, stored
+class _Code:
+    """The user's code of a hook's owner, of the module and of its children."""
+
+    def __init__(self, owner: object, module: nn.Module) -> None:
+        self._owner, self._things = owner, (owner, *module.modules())
+        self._members: dict[str, list[Any]] = {}
+        for cls in dict.fromkeys(type(each) for each in self._things):
+            for name, member in users_members(cls).items():
+                self._members.setdefault(name, []).append(member)
+
+    @property
+    def attributes(self) -> set[str]:
+        """The names that they have, or give themselves."""
+        written = (names_in(each).written for members in self._members.values() for each in members)
+        registered = (name for each in self._things if isinstance(each, nn.Module) for name in _registered(each))
+        return {*self._members, *registered}.union(*(vars(each) for each in self._things), *written)
+
+    def called_by(self, hook: str) -> Iterator[types.FunctionType]:
+        """Yield a hook's own function, and those that it calls by name."""
+        todo: list[Any] = [users_members(type(self._owner)).get(hook)]
+        seen = set[int]()
+        while todo:
+            function = getattr(todo[-1], "fget", todo[-1])
+            function = getattr(function, "__func__", function)
+            todo.pop()
+            if not isinstance(function, types.FunctionType) or id(function) in seen or _is_library(function):
+                continue
+            seen.add(id(function))
+            yield function
+            names = names_in(function)
+            todo += [each for name in names.attributes for each in self._members.get(name, ())]
+            todo += [function.__globals__.get(name) for name in names.globals]
 
 
-# Attributes of a Trainer that change how it goes on: the copy's loops would end early.
-_STEER = {
-    *("should_stop", "max_epochs", "max_steps", "limit_train_batches", "limit_val_batches", "val_check_interval"),
-    *("check_val_every_n_epoch", "accumulate_grad_batches", "callbacks", "optimizers", "strategy", "datamodule"),
-}
-_LIBRARIES = ("torch", "torchmetrics", "math", "numpy", "gc", "sklearn")
+def _registered(module: nn.Module) -> Iterator[str]:
+    yield from (*port.parameters_of(module), *port.buffers_of(module), *(name for name, _ in module.named_children()))
+
+
+def _is_library(thing: object) -> bool:
+    name = thing.__name__ if isinstance(thing, types.ModuleType) else getattr(thing, "__module__", "")
+    return str(name).partition(".")[0] in _LIBRARIES
+
+
+def _is_known(function: types.FunctionType, known: AbstractSet[str]) -> bool:
+    """Whether a function names nothing else, nor a variable of the function around it, as a list that outlives it."""
+    names, around = names_in(function), {*function.__code__.co_freevars} - {"__class__"}
+    is_own = all(
+        isinstance(value, types.FunctionType)
+        or (_is_library(value) if isinstance(value, types.ModuleType) else name in known)
+        for name in names.globals
+        for value in [function.__globals__.get(name)]
+    )
+    return not around and is_own and names.attributes <= known
+
+
+_LIBRARIES = ("torch", "torchmetrics", "math", "numpy", "gc", "sklearn", "copy", "collections", "itertools")
 _ACT = {"save", "load", "compile", "eval", "exec", "open", "input", "breakpoint", "exit", "quit", "help", "__import__"}
+_ACT |= {"vars", "globals", "locals", "__dict__"}  # by which a Trainer could be steered
 _KNOWN = {
     *(name for of in (torch.Tensor, torch, functional, torch.linalg, list, dict, set, deque, str) for name in dir(of)),
+    *(name for of in (copy, collections, itertools) for name in dir(of)),
+    *("state_dict", "load_state_dict", "parameters", "named_parameters", "buffers", "named_buffers", "children"),
     *dir(builtins),
     *("log", "log_dict", "trainer", "current_epoch", "global_step", "sanity_checking", "is_global_zero", "training"),
     *_LIBRARIES,

@@ -44,6 +44,7 @@ from lightning_memguard.training.adapter import stand_ins
 from lightning_memguard.training.adapter.callbacks import Average, Pruner
 from lightning_memguard.training.adapter.epoch_end import (
     AT_EPOCH_END,
+    EPOCH_END,
     Lists,
     bound,
     bound_collected,
@@ -51,6 +52,7 @@ from lightning_memguard.training.adapter.epoch_end import (
     has_own,
     only_computes,
     own_copy,
+    reads,
     run_after_training,
     run_hook,
 )
@@ -279,6 +281,12 @@ class ShadowTrainerMixin:
     test_dataloaders = _loaders("test_dataloaders", "test")
     predict_dataloaders = _loaders("predict_dataloaders", "predict")
     progress_bar_callback = None
+    should_stop = property(lambda _: False, lambda *_: None)  # the batches that are recorded all come
+    memguard_is_read_only = False
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if not self.memguard_is_read_only:
+            super().__setattr__(name, value)
 
     @property
     def global_step(self) -> int:
@@ -389,6 +397,7 @@ class PhaseMarkerMixin:
         self.left_bytes = 0  # by an epoch of steps
         self.output_bytes = 0  # of a batch
         self.lists = Lists(())
+        self.validates = bool(attempt(lambda: program.trainer.enable_validation).value)
 
     # -- training
 
@@ -463,19 +472,27 @@ class PhaseMarkerMixin:
     def end_epoch(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Run what the hooks at the end of a training epoch compute, with what an epoch leaves."""
         self.compute_metrics(pl_module)
-        hook, seen = AT_EPOCH_END["fit"][0], self.batches - 1
+        seen = self.batches - 1
         in_all = max(seen, self.samples // self.batch_size)
-        owners = self.owners(trainer, pl_module)
-        for owner in owners:
-            if has_own(owner, hook) and only_computes(owner, hook, pl_module):
-                fill = functools.partial(self.lists.fill, seen, in_all)
-                sizes = in_all, self.samples, self.left_bytes
-                run_after_training(trainer, pl_module, owner, self.recorder, fill, *sizes)
-        ran = {type(each) for each in owners if only_computes(each, hook, pl_module)}
-        for owner in (pl_module, *self.users_callbacks):
-            if has_own(owner, hook) and type(owner) not in ran and self.left_bytes:
-                bound(owner, self.recorder, self.left_bytes, "it does more than compute")
+        copies = map(own_copy, trainer.callbacks)  # type: ignore[attr-defined]
+        owners, run = [*zip(self.users_callbacks, copies, strict=False), (pl_module, pl_module)], []
+        for hook, (owner, own) in itertools.product(AT_EPOCH_END["fit"], owners):
+            if not self.computes_over_epoch(owner, hook, pl_module):
+                continue
+            if own is not None and only_computes(own, hook, pl_module):
+                run.append((own, hook))
+            else:
+                bound(owner, hook, pl_module, self.recorder, self.left_bytes, "it does more than compute")
+        fill = functools.partial(self.lists.fill, seen, in_all)
+        run_after_training(trainer, pl_module, run, self.recorder, fill, in_all, self.samples, self.left_bytes)
         self.bound_collected(trainer, in_all)
+
+    def computes_over_epoch(self, owner: object, hook: str, module: LightningModule) -> bool:
+        """Whether a hook may compute over what the batches of an epoch left, or keep a copy of the weights."""
+        if not has_own(owner, hook) or ("validation" in hook and not self.validates):
+            return False
+        left = {each.holder.rpartition(".")[2] for each in self.recorder.kept} if self.left_bytes else set()
+        return hook == EPOCH_END or reads(owner, hook, module, {*left, "state_dict", "deepcopy"})
 
     def bound_collected(self, trainer: Trainer, batches: int) -> None:
         ran, hook = {type(own_copy(each)) for each in trainer.callbacks}, f"on_{_LOOPS[self.program.stage]}_batch_end"  # type: ignore[attr-defined]

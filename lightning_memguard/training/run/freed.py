@@ -36,7 +36,10 @@ def with_freed_blocks(decision: Decision, profile: RunProfile) -> Decision:
     if footprint is None or budget is None or not applies:
         return decision
     between = _between_leftovers(profile, footprint.batch_size)
-    of_steps = _of_steps(profile, footprint.batch_size) if footprint.phase == "checkpoint" else 0
+    saving, of_steps = profile.saving_at(footprint.batch_size), 0
+    if saving is not None:
+        saving_bytes = saving.most_device_bytes + _of_steps(profile, footprint.batch_size)
+        of_steps = saving_bytes - footprint.most_device_bytes
     most = max(between, of_steps)
     if most <= 0:
         return decision

@@ -148,7 +148,6 @@ class RunProfile:
         saved_parts: parts of the training that its checkpoints hold.
         unsaved_bytes: of the parameters and buffers, what its checkpoints do not hold; below 0 if they hold more.
         made_to_save_bytes: of tensors that a hook makes for a checkpoint.
-        copied_bytes: what hooks may keep of the module's state.
         notes_on_saving: what had to be assumed of its checkpoints.
         host: what the host offers; None on the CPU, where it is the device.
         shared: what /dev/shm offers; None without one.
@@ -173,7 +172,6 @@ class RunProfile:
     saved_parts: tuple[str, ...] = ()
     unsaved_bytes: int = 0
     made_to_save_bytes: int = 0
-    copied_bytes: int = 0
     notes_on_saving: tuple[str, ...] = ()
     host: Budget | None = None
     shared: Budget | None = None
@@ -331,8 +329,6 @@ class RunProfile:
         """A footprint with what was found after the steps were predicted; on the CPU, with what workers take."""
         for part, nbytes in self.extra.items():
             footprint = footprint.plus(nbytes, part)
-        if self.copied_bytes:
-            footprint = footprint.plus_outside(self.copied_bytes)
         if self.workers and not self.host:
             ahead = self.workers.ahead_bytes(footprint.batch_size, self._validation_size)
             own = self._workers_bytes(footprint.batch_size)
@@ -650,11 +646,6 @@ def profile_of(reading: Reading, captures: Captures) -> RunProfile:
     between = tuple(_alive_between_steps(trace, gradients=True)) if on_cpu and trace else ()
     module = run.program.module
     savers = callbacks.hooks_that_save(run.facts, module)
-    copying = callbacks.hooks_that_copy(run.facts, module) if run.program.trains else []
-    state = [*module.parameters(), *module.buffers()] if copying else []
-    copied = part_bytes({"": state}, run.facts.device.type)[""]
-    if copied >= WORTH_A_NOTE:
-        notes += (f"at most, {format_bytes(copied)} are a copy of the weights that {', '.join(copying)} keeps",)
     saved = callbacks.saved_parts(run.facts, savers)
     unsaved, made = (0, 0)
     datamodule = getattr(run.program.trainer, "datamodule", None)
@@ -676,7 +667,6 @@ def profile_of(reading: Reading, captures: Captures) -> RunProfile:
         saved_parts=saved,
         unsaved_bytes=unsaved,
         made_to_save_bytes=made,
-        copied_bytes=copied,
         notes_on_saving=(
             *((f"{', '.join(savers)} saves the training, whose buffer in memory is included",) if savers else ()),
             *callbacks.notes_on_hyperparameters(module, datamodule),
