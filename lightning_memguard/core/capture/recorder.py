@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from typing_extensions import override
 
 from lightning_memguard.core import torch_port as port
 from lightning_memguard.core.capture.counters import Counters, Due
@@ -140,9 +141,9 @@ class Recorder(Storages, TorchDispatchMode):
         """Return the bytes that each call takes at most beyond those alive before all, and the error that ended it.
 
         The calls are made one after the other, and the last value is what they leave of their own. Nothing of it is
-        recorded, and what they make is not known afterwards.
+        recorded, and what they make is not known afterwards. One that makes more than `_MOST_ROWS` tell ends there.
         """
-        rows, first, now, found = list[Event](), len(self._bytes), 0, list[tuple[int, Exception | None]]()
+        rows, first, now, found = _Rows(), len(self._bytes), 0, list[tuple[int, Exception | None]]()
         with patched(self, rows=rows), patched(self._scratch, spans=[], kernels=[]):
             for run in runs:
                 rows.clear()
@@ -412,6 +413,19 @@ def call_with_overrides(func: Function, args: tuple[Any, ...], kwargs: dict[str,
 _WITH_LINEAR = frozenset((F.linear, F.multi_head_attention_forward, *map(port.recurrent_function, port.RECURRENT)))
 _WITH_NUMBER = frozenset(("MulBackward0", "DivBackward0"))  # which keep a number as a tensor that no operator makes
 _BATCHED = 3  # dimensions: a Linear adds its bias to rows within their product
+
+
+_MOST_ROWS = 2_000  # half a second of fake operators
+
+
+class _Rows(list[Event]):
+    """Rows of code whose length is not known, as a loop over the pixels of an image."""
+
+    @override
+    def append(self, row: Event) -> None:
+        if row.action == "alloc" and len(self) >= _MOST_ROWS:
+            raise OverflowError(f"after {_MOST_ROWS // 2:,} tensors it had not ended")
+        super().append(row)
 
 
 class _ModulePaths(TorchFunctionMode):

@@ -212,7 +212,7 @@ def run_after_training(
         with patched(recorder, module=name):
             recorder.take_for_a_moment(-(-nbytes // step) * step, "activations")
         if error is not None:
-            bound(owner, hook, module, recorder, kept_bytes, _why(error))
+            bound(owner, hook, module, recorder, max(kept_bytes, nbytes), _why(error))
         elif nbytes >= WORTH_A_NOTE:
             recorder.assumptions[f"{name} takes {format_bytes(nbytes)} at the end of an epoch, which is included"] = (
                 None
