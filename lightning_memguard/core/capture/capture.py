@@ -30,6 +30,7 @@ from lightning_memguard.core.isolation.pool import Children, in_child, tell
 from lightning_memguard.core.kernels import onednn
 from lightning_memguard.core.simulation.fake import ValueNeededError, isolated_rng, run_on_one_thread, seed_all
 from lightning_memguard.core.simulation.fake_cuda import leave_driver_alone
+from lightning_memguard.core.simulation.value_sizes import public_name
 from lightning_memguard.core.torch_port import DataDependentOutputException, DynamicOutputShapeException
 from lightning_memguard.core.trace.trace import Answers, Method, Note, Shares, Trace
 from lightning_memguard.errors import CannotTraceError, MemGuardError
@@ -94,13 +95,9 @@ def _failure(error: BaseException) -> CaptureFailedError:
     reason = first.removesuffix(".") if ours else reason_of(error, first[:200])
     if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
         is_read = "_local_scalar_dense" in str(error.func)
-        reason = f"{'`.item()` or `bool()`' if is_read else _name_of(error.func)} needs the values of a tensor"
+        reason = f"{'`.item()` or `bool()`' if is_read else public_name(error.func)} needs the values of a tensor"
     text = f"{reason}, at {place}" if place else reason
     return CaptureFailedError(text, reason, value_needed=_needs_value(error))
-
-
-def _name_of(func: Any) -> str:
-    return f"torch.{func.overloadpacket.__name__}" if hasattr(func, "overloadpacket") else str(func)
 
 
 def _needs_value(error: BaseException | None) -> bool:

@@ -66,17 +66,30 @@ def result_of(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], s
         ValueNeededError: no such bound is known, or the step asks for the value itself.
     """
     if func not in _RULES:
-        name = f"torch.{func.overloadpacket.__name__}"
-        raise ValueNeededError(f"{name} needs the values of its input, which only a real run can give.")
+        raise ValueNeededError(f"{public_name(func)} needs the values of its input, which only a real run can give.")
     return _RULES[func].result(share, *args, **kwargs)
 
 
 def assumption(func: OpOverload) -> str:
     """Return the note on the size that `result_of` assumes for an operator without a share."""
-    name = f"torch.{func.overloadpacket.__name__}"
     if func is _aten.bincount.default:
-        return f"{name} was assumed to return as many bins as its minlength"
-    return Note("largest result", f"{name} was assumed to return its largest result")
+        return f"{public_name(func)} was assumed to return as many bins as its minlength"
+    return Note("largest result", f"{public_name(func)} was assumed to return its largest result")
+
+
+def public_name(func: Any) -> str:
+    """Return an operator's name as users write it: ``"torch.unique"`` for ``aten._unique2`` and ``aten.unique_dim``."""
+    if func is _aten.index.Tensor:
+        return "indexing with a mask"
+    name = func.overloadpacket.__name__ if hasattr(func, "overloadpacket") else str(func)
+    if getattr(func, "namespace", "") != "aten":
+        return f"{func.namespace}.{name}" if hasattr(func, "namespace") else name
+    public = name.strip("_").rstrip("0123456789")
+    owner, _, rest = public.partition("_")
+    if owner in ("linalg", "fft", "special"):
+        return f"torch.{owner}.{rest}"
+    begun = [public[:end] for end in range(len(public), 0, -1) if public[end : end + 1] in ("", "_")]
+    return f"torch.{next((each for each in begun if hasattr(torch, each)), public)}"
 
 
 def _kept(share: Share | None, size: int, place: int = 0) -> int:

@@ -172,7 +172,7 @@ def test_a_mask_is_given_its_worst_case_and_a_note_says_so():
     assert found.notes == (), "too few bytes"
     assert found.low is not None
     assert found.low.allocated_bytes == found.peak_allocated_bytes - 99 * 32, "no rows"
-    assert prediction.footprint_at(100_000).notes == ("torch.index was assumed to return its largest result",)
+    assert prediction.footprint_at(100_000).notes == ("indexing with a mask was assumed to return its largest result",)
 
 
 def refuses(x: torch.Tensor) -> torch.Tensor:
@@ -499,7 +499,7 @@ def test_states_alone_are_made_on_a_gpu_that_is_not_there():
 def test_a_worst_case_is_known_on_a_gpu_that_is_not_there():
     prediction = predict(on_an_h200(keeps_by_mask), 16, CUDA)
     assert prediction.curve.method == "worst-case"
-    assert prediction.footprint_at(100_000).notes == ("torch.index was assumed to return its largest result",)
+    assert prediction.footprint_at(100_000).notes == ("indexing with a mask was assumed to return its largest result",)
 
 
 def test_a_context_that_was_not_measured_gives_bounds():

@@ -520,7 +520,7 @@ def test_in_the_worst_case_a_mask_keeps_everything_and_a_note_states_it():
         kept = torch.empty(6, 2)[torch.empty(6, dtype=torch.bool)]
     trace = recorder.trace(1, "worst-case")
     assert tuple(kept.shape) == (6, 2)
-    assert trace.notes == ("torch.index was assumed to return its largest result",)
+    assert trace.notes == ("indexing with a mask was assumed to return its largest result",)
 
 
 def test_reading_a_loss_to_log_it_does_not_end_the_run():

@@ -33,7 +33,7 @@ from lightning_memguard.core.simulation.fake import (
     laid_out,
     real_copy,
 )
-from lightning_memguard.core.simulation.value_sizes import assumption, result_of
+from lightning_memguard.core.simulation.value_sizes import assumption, public_name, result_of
 
 CPU = torch.device("cpu")
 aten = torch.ops.aten
@@ -580,7 +580,7 @@ def test_a_batch_norm_is_laid_out_as_its_kernel_does(x):
 def test_an_operator_without_a_known_bound_is_refused_by_name():
     with pytest.raises(ValueNeededError) as error:
         result_of(aten.unique_dim.default, (torch.zeros(3, 4), 0), {})
-    assert str(error.value) == "torch.unique_dim needs the values of its input, which only a real run can give."
+    assert str(error.value) == "torch.unique needs the values of its input, which only a real run can give."
 
 
 def test_a_count_of_classes_has_as_many_bins_as_its_caller_names_and_else_no_bound():
@@ -595,6 +595,9 @@ def test_a_count_of_classes_has_as_many_bins_as_its_caller_names_and_else_no_bou
 def test_a_note_states_what_was_assumed():
     assert assumption(aten.nonzero.default) == "torch.nonzero was assumed to return its largest result"
     assert assumption(aten.bincount.default) == "torch.bincount was assumed to return as many bins as its minlength"
+    assert assumption(aten._unique2.default).startswith("torch.unique was")
+    assert public_name(aten.linalg_lstsq.default) == "torch.linalg.lstsq"
+    assert public_name(torch.ops.prims.div.default) == "prims.div"
 
 
 # Operators whose result is known without running them
