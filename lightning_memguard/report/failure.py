@@ -114,8 +114,7 @@ def overrun_words(
     would_fit: int | None,
     larger: Larger | None,
     kept: Sequence[Kept] = (),
-    outside: Mapping[str, int] | None = None,
-    shapes: int = 0,
+    outside: Outside | None = None,
 ) -> str:
     """Say by how much a run passed its budget, and what would have kept it within.
 
@@ -126,15 +125,14 @@ def overrun_words(
         would_fit: the largest batch size that would have kept the budget; 0 if none would, None if it is not known.
         larger: a batch that was larger than those predicted from; None if there was none.
         kept: what the run leaves behind until memory runs out, if that is known: no batch size helps then.
-        outside: bytes that the process takes now outside of tensors, by what takes them.
-        shapes: how many shapes of batches there were.
+        outside: what else there was; None if the memory of a step explains the peak.
     """
     taken, most = measured.taken_bytes, format_bytes(predicted.most_device_bytes)
     if larger:
         most += f", for a batch of {_listed(larger.shapes)} {format_bytes(larger.footprint.most_device_bytes)}"
     way_out = f"Lower {size_of(predicted)}, or raise `margin`"
-    if not steps_explain(predicted, measured):
-        way_out = _outside_of_steps(measured, outside or {}, shapes)
+    if outside is not None:
+        way_out = _outside_of_steps((larger.footprint if larger else predicted).most_device_bytes, measured, outside)
     elif would_fit is not None:
         way_out = f"{_size_that_fits(would_fit, larger is not None)} stayed within it: {_remedy(would_fit)}"
     if kept:
@@ -146,37 +144,65 @@ def overrun_words(
     )
 
 
-def steps_explain(predicted: Footprint, measured: Measured) -> bool:
-    """Whether a peak is that of the steps: its tensors are a step's, and the process took little in addition."""
+@dataclass(frozen=True)
+class Outside:
+    """What a run took besides its steps.
+
+    Attributes:
+        held: bytes that are there now, by what takes them; no tensors of a step.
+        shapes: how many shapes of batches there were.
+        stayed_bytes: what has come after the first step and is still there.
+        within_until: the last batch before which the run was within its budget; None if unknown.
+        hooks: the user's hooks that run around the steps, by name.
+    """
+
+    held: Mapping[str, int]
+    shapes: int = 0
+    stayed_bytes: int = 0
+    within_until: int | None = None
+    hooks: Sequence[str] = ()
+
+
+def steps_explain(predicted: Footprint, measured: Measured, stayed_bytes: int = 0) -> bool:
+    """Whether a peak is that of the steps: its tensors are a step's, and the process took little in addition.
+
+    It is not if the prediction holds for what is left of it without ``stayed_bytes``.
+    """
     if measured.process_bytes is None:
         return True
-    known = predicted.highest.outside_bytes + _NOISE_SHARE * measured.peak_bytes
-    return measured.where not in AFTER and measured.process_bytes - measured.peak_bytes <= known
+    most, noise = predicted.highest, _NOISE_SHARE * measured.peak_bytes
+    if stayed_bytes > noise and measured.taken_bytes - stayed_bytes <= (1 + _NOISE_SHARE) * most.device_bytes:
+        return False
+    return measured.where not in AFTER and measured.process_bytes - measured.peak_bytes <= most.outside_bytes + noise
 
 
-def _outside_of_steps(measured: Measured, outside: Mapping[str, int], shapes: int) -> str:
+def _outside_of_steps(most_bytes: int, measured: Measured, outside: Outside) -> str:
     """Say what took memory that no step did, as far as that was measured."""
-    tensors = format_bytes(measured.peak_bytes)
     if measured.where in AFTER:
+        tensors = format_bytes(measured.peak_bytes)
         return f"Its tensors took {tensors} in {measured.where}, not in a step: another batch size changes little"
-    rest_bytes = (measured.process_bytes or 0) - measured.peak_bytes
-    rest = format_bytes(rest_bytes)
+    step_bytes = min(measured.peak_bytes, most_bytes) if outside.stayed_bytes else measured.peak_bytes
+    rest_bytes = measured.taken_bytes - step_bytes
     # malloc may also use pages that the process had before: what it holds is no more than the process has grown by
     shown, left = list[str](), rest_bytes
-    for what, nbytes in outside.items():  # those that have grown come before those that may have been there
+    for what, nbytes in outside.held.items():  # those that have grown come before those that may have been there
         if nbytes >= MIB and left:
             shown.append(f"{what} {format_bytes(min(nbytes, left))}")
             left -= min(nbytes, left)
-    named = ", ".join(shown)
-    cache = ""
-    if shapes >= _MANY_SHAPES:
-        cache = (
-            f". oneDNN keeps kernels for shapes that it has seen, here {shapes}: ONEDNN_PRIMITIVE_CACHE_CAPACITY=16 in "
-            "the environment keeps fewer"
+    named, more = ", ".join(shown), ""
+    if 2 * left > rest_bytes:
+        after = "" if outside.within_until is None else f", and came after batch {outside.within_until}"
+        hooks = f": {', '.join(outside.hooks[:_MOST_NAMED])} may have taken it" if outside.hooks else ""
+        more = f". Most of it is gone by now{after}{hooks}"
+    if outside.shapes >= _MANY_SHAPES:
+        more += (
+            f". oneDNN keeps kernels for shapes that it has seen, here {outside.shapes}: "
+            "ONEDNN_PRIMITIVE_CACHE_CAPACITY=16 in the environment keeps fewer"
         )
     return (
-        f"The memory of a step does not explain it, and another batch size may not help: tensors took {tensors}, and "
-        f"{rest} are outside of tensors{f' (now: {named})' if named else ''}{cache}"
+        f"The memory of a step does not explain it, and another batch size may not help: tensors of a step took "
+        f"{format_bytes(step_bytes)}, and {format_bytes(rest_bytes)} are outside of them"
+        f"{f' (now: {named})' if named else ''}{more}"
     )
 
 

@@ -13,9 +13,11 @@ from lightning_memguard.core.trace.kept import Kept
 from lightning_memguard.report.failure import (
     Failure,
     Larger,
+    Outside,
     announcement,
     note,
     overrun_words,
+    steps_explain,
 )
 from lightning_memguard.units import GIB
 
@@ -112,13 +114,30 @@ def test_no_batch_size_is_advised_for_memory_that_is_left_behind():
 
 def test_what_libraries_hold_is_no_more_of_a_peak_than_what_its_tensors_leave():
     measured = Measured(6 * GIB, "tensors", process_bytes=9 * GIB, where="a training step")
-    text = overrun_words(FOOTPRINT, measured, BUDGET, None, None, outside={"kept by libraries and objects": 8 * GIB})
-    assert "3.0 GiB are outside of tensors (now: kept by libraries and objects 3.0 GiB)" in text
-    outside = {"objects": GIB, "freed": 2 * GIB}
+
+    def words(**held: int) -> str:
+        return overrun_words(FOOTPRINT, measured, BUDGET, None, None, outside=Outside(held))
+
+    text = words(libraries=8 * GIB)
+    assert "tensors of a step took 6.0 GiB, and 3.0 GiB are outside of them (now: libraries 3.0 GiB)" in text
+    assert "(now: objects 1.0 GiB, freed 2.0 GiB)" in words(objects=GIB, freed=2 * GIB)
+    assert "(now: objects 3.0 GiB)" in words(objects=3 * GIB, freed=2 * GIB), "no more than all that is outside"
+
+
+def test_what_is_gone_by_now_is_not_attributed_to_what_is_there():
+    measured = Measured(GIB, "tensors", process_bytes=9 * GIB, where="a training step")
+    outside = Outside({"libraries": GIB}, within_until=4, hooks=("Export.on_train_batch_end",))
     text = overrun_words(FOOTPRINT, measured, BUDGET, None, None, outside=outside)
-    assert "(now: objects 1.0 GiB, freed 2.0 GiB)" in text
-    text = overrun_words(FOOTPRINT, measured, BUDGET, None, None, outside={**outside, "objects": 3 * GIB})
-    assert "(now: objects 3.0 GiB)" in text, "no more than all that is outside"
+    assert "Most of it is gone by now, and came after batch 4: Export.on_train_batch_end may have taken it" in text
+
+
+def test_a_peak_is_no_steps_if_what_stayed_explains_it():
+    measured = Measured(9 * GIB, "tensors", process_bytes=9 * GIB, where="a training step")
+    assert steps_explain(FOOTPRINT, measured)
+    assert not steps_explain(FOOTPRINT, measured, 5 * GIB)
+    outside = Outside({"`self.seen` (model.py:4)": 5 * GIB}, stayed_bytes=5 * GIB)
+    text = overrun_words(FOOTPRINT, measured, BUDGET, None, None, outside=outside)
+    assert "of a step took 4.0 GiB, and 5.0 GiB are outside of them (now: `self.seen` (model.py:4) 5.0 GiB)" in text
 
 
 def test_where_the_data_sets_the_sizes_of_its_batches_none_is_advised():

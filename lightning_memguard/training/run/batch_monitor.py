@@ -27,7 +27,7 @@ from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.core.replay.timeline import LineShare, shares_at_peak
 from lightning_memguard.core.trace.trace import Shapes, Trace
 from lightning_memguard.errors import DoesNotFitError, MemGuardError
-from lightning_memguard.report.failure import Failure, Larger, steps_explain
+from lightning_memguard.report.failure import Failure, Larger
 from lightning_memguard.training.facts.ranks import attempt
 from lightning_memguard.training.run.profile import RunProfile
 
@@ -153,7 +153,8 @@ class BatchWatch:
     def would_fit(self, budget: Budget, ratio: float, alike: Prediction | None = None) -> int | None:
         """The largest batch size that would have fit, if steps take as much more as this one did.
 
-        It is smaller than the one that ran. 0 if not even one sample would have fit, None if that is not known.
+        It is smaller than the one that ran. 0 if not even one sample is predicted to fit, None if none is known: what
+        came on top of a prediction may be there with one sample, too, or not.
         ``alike``: a prediction on batches like the one that did not fit.
         """
         if alike is not None and alike.curve.method == "states":
@@ -169,7 +170,7 @@ class BatchWatch:
         try:
             return decide(footprint_at, scaled, request).batch_size
         except DoesNotFitError:
-            return 0
+            return 0 if ratio == 1 else None
         except MemGuardError:
             return None
 
@@ -228,8 +229,6 @@ def size_within_budget(watch: BatchWatch, decided: Footprint, measured: Measured
     """
     larger, alike = watch.largest or (None, watch.prediction)
     ratio = _ratio(measured, (larger.footprint if larger else decided).most_device_bytes)
-    if not steps_explain(decided, measured):
-        return None
 
     def find(_: int) -> int | None:
         return watch.would_fit(watch.profile.budget, ratio, alike=alike)

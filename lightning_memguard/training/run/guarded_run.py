@@ -301,7 +301,8 @@ class GuardedRun:
     def _warn_of_overrun(self, measured: Measured, batch: object = None, batch_idx: int | None = None) -> None:
         decision, watch = self.decision, self._watches.get("train")
         known = decision, self._own.footprint(decision, self.tuning.profile, watch), watch
-        if said := self._overruns.note(*known, measured, batch, batch_idx):
+        owners = self.module, *self.trainer.callbacks, self.trainer.datamodule  # type: ignore[attr-defined]
+        if said := self._overruns.note(*known, measured, owners, batch, batch_idx):
             self._warn(said)
 
     def check_batch(self, role: str, batch: object, batch_idx: int, batches: float) -> None:

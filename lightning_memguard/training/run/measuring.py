@@ -47,6 +47,7 @@ class Measuring:
         self._pauses = False  # whether counting goes on with the next batch
         self._others = 0  # bytes that callbacks hold
         self._last: float | None = None  # when the batch before began, if what it takes counts
+        self._ends_epoch = False  # whether this batch does
         self._times: tuple[float, int] = 0.0, 0  # seconds, and of how many batches
 
     def watch_children(self) -> None:
@@ -82,6 +83,7 @@ class Measuring:
         The tensors of an epoch's first, last and ``largest`` steps are counted.
         """
         now, before, (seconds, batches) = time.perf_counter(), self._last, self._times
+        self._ends_epoch = trains and last
         if before is not None and trains and batch_idx:
             self._times = seconds + now - before, batches + 1
         self._last = now if trains and batch_idx >= self._trainer.accumulate_grad_batches else None
@@ -122,8 +124,13 @@ class Measuring:
             self._again = True
 
     def end_batch(self, batch_size: int) -> None:
-        """Stop counting until the next batch is there, if it is collated of many samples: each takes blocks."""
-        if batch_size > _MOST_SAMPLES_COUNTED:
+        """Stop counting until the next batch is there, if it is collated of many samples: each takes blocks.
+
+        What follows an epoch's last batch is no step: other callbacks' hooks may run before those of this one.
+        """
+        if self._ends_epoch and self.is_counting:
+            self.count_hooks_of_epoch()
+        elif batch_size > _MOST_SAMPLES_COUNTED:
             self._pauses = self.is_counting
             self.stop_counting()
 
@@ -151,6 +158,11 @@ class Measuring:
         if tensors is None:
             return {}
         return or_none(tensors.others, self._held() + self._others + batch_bytes(batch)) or {}
+
+    @property
+    def stayed_bytes(self) -> int:
+        """What has come after the first step and is still there, as last noted."""
+        return max(0, self.between_steps[-1][1] - self.between_steps[0][1]) if self.between_steps else 0
 
     def note_held(self) -> None:
         """Note what is held between two steps, for an error message to compare."""

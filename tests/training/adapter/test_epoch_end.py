@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import pytorch_lightning as pl
 import torch
 from torch.utils.data import DataLoader
+from torchmetrics import CatMetric
 
 from lightning_memguard import DoesNotFitError, MemGuard
 from lightning_memguard.training.adapter.epoch_end import only_computes
@@ -155,12 +158,12 @@ def test_a_hook_at_the_end_of_training_is_within_the_bound_and_named(tmp_path):
     assert any("AtEpochEnd.on_train_epoch_end" in note for note in guard.decision.notes)
 
 
-@pytest.mark.parametrize("kind", [Joins, JoinsInDictionary])
+@pytest.mark.parametrize("kind", ["Joins", "JoinsInDictionary", "JoinsByMetric"])
 def test_what_a_callback_collects_and_joins_is_predicted(tmp_path, kind):
-    record = fit(Plain(), tmp_path, MemGuard("check"), callback := kind()).records[0]
+    record = fit(Plain(), tmp_path, MemGuard("check"), callback := globals()[kind]()).records[0]
     assert record.measured.peak_bytes > 16 * MIB
     assert record.error_ratio == pytest.approx(0, abs=0.05)
-    assert record.predicted.module == f"{kind.__name__}.on_validation_epoch_end"
+    assert record.predicted.module == f"{kind}.on_validation_epoch_end"
     assert callback.joined == 2, "after the sanity check and validation: a copy of it ran"
 
 
@@ -195,7 +198,111 @@ def test_a_refusal_names_the_list_that_the_hook_joins(tmp_path):
 class Stops(pl.Callback):
     def on_train_batch_end(self, trainer, *_):
         trainer.should_stop = True
+        trainer.callbacks = [*trainer.callbacks]
 
 
-def test_a_hook_that_steers_the_trainer_is_not_run_on_a_copy():
-    assert not only_computes(Stops(), "on_train_batch_end", torch.nn.Linear(1, 1))
+class StopsItself(Plain):
+    def training_step(self, batch, _):
+        self.trainer.should_stop = True
+        return super().training_step(batch, _)
+
+
+@pytest.mark.parametrize(("kind", "callbacks"), [(Plain, [Stops()]), (StopsItself, [])])
+def test_a_hook_that_ends_the_run_does_not_end_the_capture(tmp_path, kind, callbacks):
+    peaks = []
+    for module, others in ((Plain(), []), (kind(), callbacks)):
+        trainer = quiet_trainer(guard := MemGuard("check"), *others, default_root_dir=tmp_path)
+        trainer.accumulate_grad_batches = 4
+        trainer.fit(module, DataLoader(torch.rand(64, 32), 4))
+        peaks.append(guard.decision.footprint.peak_allocated_bytes)
+    assert peaks[0] == peaks[1]
+
+
+class Fitted(Plain):
+    """Keeps 16 MiB of an epoch, and is fitted in a hook of validation, by a method of its child."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bank = Bank()
+
+    def training_step(self, batch, _):
+        self.bank.rows.append(self.net(batch).detach())
+
+    def on_validation_start(self):
+        if self.bank.rows:
+            self.bank.fit()
+
+
+class Bank(torch.nn.Module):
+    more = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[torch.Tensor] = []
+
+    def fit(self):
+        rows = torch.vstack(self.rows)
+        self.spread = (rows - rows.mean(0)).square().mean(0)
+        for _ in range(self.more):
+            self.spread = self.spread[:8] + 1
+        self.rows.clear()
+
+
+class FittedSlowly(Fitted):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bank.more = 1_000
+
+
+def test_a_fit_in_a_hook_of_validation_is_predicted(tmp_path):
+    record = fit(Fitted(), tmp_path, MemGuard("check")).records[0]
+    assert record.measured.peak_bytes > 48 * MIB
+    assert record.error_ratio == pytest.approx(0, abs=0.05)
+    assert record.predicted.module == "Fitted.on_validation_start"
+
+
+def test_a_hook_with_a_long_loop_is_within_a_bound_and_named(tmp_path):
+    guard = fit(FittedSlowly(), tmp_path, MemGuard("check"))
+    assert any(
+        "on_validation_start was not run on a copy (after 1,000 tensors" in note for note in guard.decision.notes
+    )
+    assert guard.records[0].measured.peak_bytes <= guard.decision.footprint.most_device_bytes
+
+
+class JoinsByMetric(Joins):
+    def __init__(self) -> None:
+        super().__init__()
+        self.metric = CatMetric()
+
+    def on_validation_batch_end(self, trainer, module, outputs, batch, batch_idx, dataloader_idx=0):
+        self.metric.update(outputs)
+
+    def on_validation_epoch_end(self, trainer, module):
+        self.joined += self.metric.compute().dim() > 0
+        self.metric.reset()
+
+
+class Best(pl.Callback):
+    best = None
+
+    def on_validation_epoch_end(self, trainer, module):
+        self.best = copy.deepcopy(module.state_dict())
+
+
+class BestByValue(Plain):
+    best = None
+
+    def on_validation_epoch_end(self):
+        if not torch.rand(1).item() > 2:
+            self.best = {name: value.clone() for name, value in self.state_dict().items()}
+
+
+@pytest.mark.parametrize(("kind", "callbacks"), [(Plain, [Best()]), (BestByValue, [])])
+def test_a_copy_of_the_weights_that_is_kept_is_counted(tmp_path, kind, callbacks):
+    module = kind()
+    module.net = torch.nn.Linear(2048, 2048)
+    data = DataLoader(torch.rand(16, 2048), 4)
+    trainer = quiet_trainer(guard := MemGuard("check"), *callbacks, default_root_dir=tmp_path, max_epochs=2)
+    trainer.fit(module, data, data)
+    assert guard.records[-1].predicted.parts["callbacks" if kind is BestByValue else "activations"] >= 16 * MIB
+    assert guard.records[-1].error_ratio == pytest.approx(0, abs=0.05)

@@ -67,7 +67,7 @@ def warned(module: pl.LightningModule, folder) -> str:
 def test_objects_that_pile_up_are_named_and_no_batch_size_is(tmp_path):
     text = warned(KeepsTexts(), tmp_path)
     assert "The memory of a step does not explain it" in text
-    assert "kept by libraries and objects" in text
+    assert "`self.texts` (test_outside.py:" in text
     assert "max_batch_size" not in text
 
 
