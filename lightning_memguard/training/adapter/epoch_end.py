@@ -46,6 +46,7 @@ _MOST_BATCHES = 1 << 14  # a hook that goes through more of them one by one woul
 # Of what is kept, at most, if the hook cannot be run: joined, less its mean, and what a library makes of that: NumPy's
 # `std` a difference and its square.
 COPIES = 4
+_NEXT_TO_IT = 2  # of a copy of the weights that is kept: the next, and what glibc keeps of gradients or the one before
 
 
 class Lists:
@@ -205,7 +206,7 @@ def run_after_training(
     taken, made = recorder.peaks_inside([functools.partial(run, *each) for each in hooks])
     step = max(1, samples)
     if trainer.max_epochs != 1:
-        recorder.expect(-(-made // step) * step, "activations")
+        _stays(recorder, -(-made // step) * step)
     for (owner, hook), (nbytes, error) in zip(hooks, taken, strict=True):
         name = f"{type(owner).__name__}.{hook}"
         recorder.mark("epoch end")
@@ -217,6 +218,12 @@ def run_after_training(
             recorder.assumptions[f"{name} takes {format_bytes(nbytes)} at the end of an epoch, which is included"] = (
                 None
             )
+
+
+def _stays(recorder: Recorder, nbytes: int) -> None:
+    """Count what a hook makes and keeps. On the CPU, the next is at most made in new pages, and leaves holes."""
+    recorder.expect(nbytes, "callbacks")
+    recorder.expect((_NEXT_TO_IT if recorder.device_type == "cpu" else 1) * nbytes, "activations", at_most=True)
 
 
 @contextlib.contextmanager
@@ -246,8 +253,7 @@ def bound(owner: object, hook: str, module: nn.Module, recorder: Recorder, kept_
         return
     weights = part_bytes({"": [*module.parameters(), *module.buffers()]}, recorder.device_type)[""]
     if recorder.device_type == "cpu" or not reads(owner, hook, module, {"cpu"}):
-        recorder.expect(weights, "callbacks")
-        recorder.expect(weights, "callbacks", at_most=True)
+        _stays(recorder, weights)
         if weights >= WORTH_A_NOTE:
             recorder.assumptions[f"{name} keeps a copy of the weights: {format_bytes(weights)}, included"] = None
 

@@ -304,5 +304,5 @@ def test_a_copy_of_the_weights_that_is_kept_is_counted(tmp_path, kind, callbacks
     data = DataLoader(torch.rand(16, 2048), 4)
     trainer = quiet_trainer(guard := MemGuard("check"), *callbacks, default_root_dir=tmp_path, max_epochs=2)
     trainer.fit(module, data, data)
-    assert guard.records[-1].predicted.parts["callbacks" if kind is BestByValue else "activations"] >= 16 * MIB
+    assert guard.records[-1].predicted.parts["callbacks"] >= 16 * MIB
     assert guard.records[-1].error_ratio == pytest.approx(0, abs=0.05)
