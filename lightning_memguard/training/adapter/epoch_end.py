@@ -330,7 +330,7 @@ def only_computes(owner: object, hook: str, module: nn.Module) -> bool:
     if not is_forked():
         return False
     code = _Code(owner, module)
-    known = _KNOWN | code.attributes
+    known = (_KNOWN | code.attributes) - _ACT
     return all(_is_known(function, known) for function in code.called_by(hook))
 
 
@@ -391,7 +391,7 @@ def _is_known(function: types.FunctionType, known: AbstractSet[str]) -> bool:
 
 _LIBRARIES = ("torch", "torchmetrics", "math", "numpy", "gc", "sklearn", "copy", "collections", "itertools")
 _ACT = {"save", "load", "compile", "eval", "exec", "open", "input", "breakpoint", "exit", "quit", "help", "__import__"}
-_ACT |= {"vars", "globals", "locals", "__dict__"}  # by which a Trainer could be steered
+_ACT |= {"write", "vars", "globals", "locals", "__dict__"}  # the last four: by which a Trainer could be steered
 _KNOWN = {
     *(name for of in (torch.Tensor, torch, functional, torch.linalg, list, dict, set, deque, str) for name in dir(of)),
     *(name for of in (copy, collections, itertools) for name in dir(of)),

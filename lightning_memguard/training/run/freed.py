@@ -7,6 +7,7 @@ shrinking: 400 losses in a list kept 100 MiB of it, all of it freed (``mallinfo2
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -19,6 +20,7 @@ from lightning_memguard.units import format_bytes
 
 _IN_STEP = ("forward", "backward")
 _THERE_BEFORE = ("parameters", "buffers")
+_NODE_BYTES = 4 << 10  # at most, for each tensor of a forward pass; the graph of a GRU cell takes 2.3 KiB
 
 
 def trims(decision: Decision, profile: RunProfile) -> bool:
@@ -40,12 +42,16 @@ def with_freed_blocks(decision: Decision, profile: RunProfile) -> Decision:
     if saving is not None:
         saving_bytes = saving.most_device_bytes + _of_steps(profile, footprint.batch_size)
         of_steps = saving_bytes - footprint.most_device_bytes
-    most = max(between, of_steps)
+    freed, graphs = max(between, of_steps, 0), _of_graphs(profile, footprint.batch_size)
+    most = freed + graphs
     if most <= 0:
         return decision
     wider = footprint.plus_outside(most)
-    if most >= WORTH_A_NOTE:
-        wider = replace(wider, notes=(*wider.notes, _note(most, next_to_a_checkpoint=of_steps > between)))
+    if freed >= WORTH_A_NOTE:
+        wider = replace(wider, notes=(*wider.notes, _note(freed, next_to_a_checkpoint=of_steps > between)))
+    if graphs >= WORTH_A_NOTE:
+        note = f"at most, {format_bytes(graphs)} are the nodes of the graphs that steps leave behind"
+        wider = replace(wider, notes=(*wider.notes, note))
     if wider.most_device_bytes > budget.usable_bytes >= footprint.most_device_bytes:  # only a warning could follow
         wider = replace(wider, yielding_bytes=wider.yielding_bytes + most)
     return replace(decision, footprint=wider)
@@ -79,6 +85,16 @@ def _between_leftovers(profile: RunProfile, batch_size: int) -> int:
     made = (each for each in _in_heap(profile, batch_size) if each.phase in _IN_STEP and each.part != "workspaces")
     largest = max((each.nbytes for each in made), default=0)
     return largest * (batches_taken(profile.facts, profile.loader_info, batch_size) or 0)
+
+
+def _of_graphs(profile: RunProfile, batch_size: int) -> int:
+    """Bound the objects of the graphs that each step of an epoch leaves behind: no tensor holds them."""
+    if not any(each.when == "step" and each.has_graph for each in profile.kept):
+        return 0
+    events = profile.prediction.trace_at(batch_size).only("high").events
+    steps = Counter(event.step for event in events if event.action == "alloc" and event.phase == "forward")
+    made = min(steps.values(), default=0)
+    return _NODE_BYTES * made * (batches_taken(profile.facts, profile.loader_info, batch_size) or 0)
 
 
 def _of_steps(profile: RunProfile, batch_size: int) -> int:

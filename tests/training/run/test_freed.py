@@ -45,6 +45,11 @@ class Saves(pl.Callback):
         trainer.save_checkpoint(f"{trainer.default_root_dir}/own.ckpt")
 
 
+class SavesWeights(pl.Callback):
+    def on_train_epoch_end(self, trainer, module):
+        trainer.save_checkpoint(f"{trainer.default_root_dir}/own.ckpt", weights_only=True)
+
+
 class Wide(KeepsLosses):
     def __init__(self) -> None:
         super().__init__()
@@ -60,10 +65,12 @@ def fit(module, folder, guard, *callbacks, width=32):
     return guard
 
 
-def test_a_small_thing_that_each_step_leaves_keeps_a_freed_block_at_most(tmp_path):
+def test_a_small_thing_that_each_step_leaves_keeps_a_freed_block_at_most(tmp_path, monkeypatch):
+    monkeypatch.setattr("lightning_memguard.training.run.freed.WORTH_A_NOTE", 1)
     footprint = fit(KeepsLosses(), tmp_path, MemGuard("check")).decision.footprint
     assert footprint.highest.outside_bytes >= STEPS * HIDDEN_BYTES
     assert any("freed blocks that the C library keeps" in note for note in footprint.notes)
+    assert any("nodes of the graphs" in note for note in footprint.notes)
 
 
 def test_they_are_returned_where_they_could_pass_the_budget(tmp_path, monkeypatch):
@@ -82,3 +89,9 @@ def test_what_steps_have_freed_lies_next_to_a_checkpoint_at_most(tmp_path):
     assert footprint.phase == "checkpoint"
     assert footprint.peak_allocated_bytes == pytest.approx(7 * weights, rel=0.01), "with gradients, Adam, and the file"
     assert footprint.highest.outside_bytes > weights
+
+
+def test_so_does_what_lies_next_to_weights_that_are_saved_below_the_peak_of_a_step(tmp_path):
+    footprint = fit(Wide(), tmp_path, MemGuard("check"), SavesWeights(), width=1024).decision.footprint
+    assert footprint.phase == "optimizer"
+    assert footprint.highest.outside_bytes > 1025 * 2048 * 4
