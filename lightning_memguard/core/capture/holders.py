@@ -13,7 +13,7 @@ import inspect
 import re
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -178,6 +178,51 @@ def names_in(function: object) -> Names:
     return Names(**{kind: frozenset(names) for kind, names in found.items()})
 
 
+class UsersCode:
+    """The code that a user wrote of an object, and of others that it may call: by name, as nothing runs."""
+
+    def __init__(self, owner: object, *others: object) -> None:
+        self._owner, self._things = owner, (owner, *others)
+        self._members: dict[str, list[Any]] = {}
+        for cls in dict.fromkeys(map(type, self._things)):
+            for name, member in users_members(cls).items():
+                self._members.setdefault(name, []).append(member)
+
+    @property
+    def attributes(self) -> set[str]:
+        """The names that the objects have, or give themselves."""
+        written = (names_in(each).written for members in self._members.values() for each in members)
+        held = (vars(each) for each in self._things)
+        registered = (vars(each)[kind] for each in self._things if isinstance(each, nn.Module) for kind in _REGISTERED)
+        return {*self._members}.union(*held, *registered, *written)
+
+    def called_by(self, hook: str) -> Iterator[FunctionType]:
+        """Yield the user's function of this name, and those that it calls."""
+        todo: list[Any] = [users_members(type(self._owner)).get(hook), getattr(self._owner, "__dict__", {}).get(hook)]
+        seen = set[int]()
+        while todo:
+            member = todo.pop()
+            function = getattr(member, "__func__", getattr(member, "fget", member))
+            if not isinstance(function, FunctionType) or id(function) in seen or is_of(function, _NOT_FOLLOWED):
+                continue
+            seen.add(id(function))
+            yield function
+            names = names_in(function)
+            todo += [each for name in names.attributes for each in self._members.get(name, ())]
+            todo += [function.__globals__.get(name) for name in names.globals]
+
+    def names(self, hook: str) -> frozenset[str]:
+        """All names in a hook and in what it calls."""
+        return frozenset[str]().union(*(names_in(each).all for each in self.called_by(hook)))
+
+
+def is_of(thing: object, packages: Container[str]) -> bool:
+    """Whether a module, class or function is of one of these packages."""
+    name = thing.__name__ if isinstance(thing, ModuleType) else getattr(thing, "__module__", None)
+    return str(name).partition(".")[0] in packages
+
+
+_NOT_FOLLOWED = LEAD_EVERYWHERE | _PYTHONS | {"torchmetrics", "numpy", "sklearn"}
 _FROM_GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT", "IMPORT_NAME")
 
 

@@ -81,15 +81,11 @@ def public_name(func: Any) -> str:
     """Return an operator's name as users write it: ``"torch.unique"`` for ``aten._unique2`` and ``aten.unique_dim``."""
     if func is _aten.index.Tensor:
         return "indexing with a mask"
-    name = func.overloadpacket.__name__ if hasattr(func, "overloadpacket") else str(func)
-    if getattr(func, "namespace", "") != "aten":
-        return f"{func.namespace}.{name}" if hasattr(func, "namespace") else name
-    public = name.strip("_").rstrip("0123456789")
-    owner, _, rest = public.partition("_")
-    if owner in ("linalg", "fft", "special"):
-        return f"torch.{owner}.{rest}"
-    begun = [public[:end] for end in range(len(public), 0, -1) if public[end : end + 1] in ("", "_")]
-    return f"torch.{next((each for each in begun if hasattr(torch, each)), public)}"
+    name = str(getattr(func, "overloadpacket", func)).removeprefix("aten.")
+    if "." in name:  # of another library
+        return name
+    public = name.strip("_").rstrip("0123456789").replace("linalg_", "linalg.")
+    return f"torch.{public if hasattr(torch, public) else public.removesuffix('_dim')}"
 
 
 def _kept(share: Share | None, size: int, place: int = 0) -> int:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_memguard.core.capture.capture import isolated
-from lightning_memguard.core.capture.holders import LEAD_EVERYWHERE, names_in, tensors_of, users_classes, users_members
+from lightning_memguard.core.capture.holders import LEAD_EVERYWHERE, UsersCode, tensors_of, users_classes, users_members
 from lightning_memguard.core.capture.recorder import Recorder, part_bytes
 from lightning_memguard.core.simulation.constants import suppose
 from lightning_memguard.core.simulation.fake import real_copy
@@ -152,24 +152,14 @@ def hooks_that_save(facts: RunFacts, module: nn.Module) -> dict[str, bool]:
     """
     found: dict[str, bool] = {}
     for owner in (module, *facts.callbacks):
-        own = users_members(type(owner))
-        codes = {name: getattr(member, "__code__", None) for name, member in own.items()}
-        todo, seen = [name for name in codes if name.startswith("on_") or name.endswith("_step")], set[str]()
-        while todo:
-            name = todo.pop()
-            code = codes.get(name)
-            if code is None or name in seen:
-                continue
-            seen.add(name)
-            todo += code.co_names
-            names = names_in(code).all
+        code = UsersCode(owner)
+        for hook in [each for each in users_members(type(owner)) if each.startswith("on_") or each.endswith("_step")]:
+            names = code.names(hook)
             if names >= _TO_MEMORY:
-                found[f"{type(owner).__name__}.{name}"] = not any("optimizer" in each for each in names)
-            elif "save_checkpoint" in code.co_names:
-                constants = (
-                    each for const in code.co_consts for each in (const if isinstance(const, tuple) else (const,))
-                )
-                found[f"{type(owner).__name__}.{name}"] = "weights_only" in constants
+                found[f"{type(owner).__name__}.{hook}"] = not any("optimizer" in each for each in names)
+            elif "save_checkpoint" in names:
+                constants = tree_leaves([each.__code__.co_consts for each in code.called_by(hook)])
+                found[f"{type(owner).__name__}.{hook}"] = "weights_only" in constants
     return found
 
 
@@ -306,8 +296,8 @@ def may_unfreeze(callbacks: Iterable[object], module: nn.Module, max_epochs: int
     if any(is_a(callback, "BaseFinetuning") for callback in callbacks):
         return True
     is_frozen = any(not parameter.requires_grad for parameter in module.parameters())
-    hooks = (getattr(type(owner), hook, None) for owner in (module, *callbacks) for hook in _LATER_HOOKS)
-    names = (name for hook in hooks for name in names_in(hook).all)
+    codes = map(UsersCode, (module, *callbacks))
+    names = (name for code in codes for hook in _LATER_HOOKS for name in code.names(hook))
     return is_frozen and any(name in _UNFREEZES or name.startswith("unfreeze") for name in names)
 
 
@@ -323,21 +313,12 @@ def hooks_that_compute(callbacks: Iterable[object], but: Callable[[object, str],
 
     ``but`` tells which are predicted.
     """
-    hooks = ((callback, hook, getattr(callback, hook, None)) for callback in callbacks for hook in _LATER_HOOKS)
     return [
         f"{type(callback).__name__}.{hook}"
-        for callback, hook, function in hooks
-        if str(getattr(function, "__module__", "lightning")).partition(".")[0] not in LEAD_EVERYWHERE
-        and _computes(callback, function)
-        and not but(callback, hook)
+        for callback in callbacks
+        for hook in _LATER_HOOKS
+        if not UsersCode(callback).names(hook).isdisjoint(_COMPUTES) and not but(callback, hook)
     ]
-
-
-def _computes(callback: object, function: object) -> bool:
-    """Whether a hook, or a method that it calls, names what runs a model or copies one."""
-    names = names_in(function).all
-    called = (names_in(getattr(type(callback), each, None)).all for each in names)
-    return not names.union(*called).isdisjoint(_COMPUTES)
 
 
 def unfreeze(module_copy: Any) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import builtins
 import collections
-import contextlib
 import copy
 import functools
 import importlib
@@ -24,8 +23,7 @@ from torch import nn
 from torch.nn import functional
 from typing_extensions import override
 
-from lightning_memguard.core import torch_port as port
-from lightning_memguard.core.capture.holders import holdings, names_in, users_classes, users_members
+from lightning_memguard.core.capture.holders import UsersCode, holdings, is_of, names_in, users_classes
 from lightning_memguard.core.capture.recorder import Recorder, part_bytes
 from lightning_memguard.core.foreign import patched
 from lightning_memguard.core.isolation.pool import is_forked
@@ -200,7 +198,9 @@ def run_after_training(
     def run(owner: object, hook: str) -> None:
         _check(in_all)
         fill()
-        with _as_called(module, hook):
+        trains = "validation" not in hook
+        module.train(trains)
+        with torch.set_grad_enabled(trains):
             _call(trainer, module, owner, hook)
 
     taken, made = recorder.peaks_inside([functools.partial(run, *each) for each in hooks])
@@ -226,19 +226,6 @@ def _stays(recorder: Recorder, nbytes: int) -> None:
     recorder.expect((_NEXT_TO_IT if recorder.device_type == "cpu" else 1) * nbytes, "activations", at_most=True)
 
 
-@contextlib.contextmanager
-def _as_called(module: LightningModule, hook: str) -> Iterator[None]:
-    """Evaluate as Lightning does around the hooks of validation."""
-    if "validation" not in hook:
-        yield
-        return
-    trained = module.training
-    with torch.no_grad():
-        module.eval()
-        yield
-    module.train(trained)
-
-
 def bound(owner: object, hook: str, module: nn.Module, recorder: Recorder, kept_bytes: int, why: str) -> None:
     """Count what a hook at the end of an epoch may take that does not run here.
 
@@ -249,10 +236,10 @@ def bound(owner: object, hook: str, module: nn.Module, recorder: Recorder, kept_
     recorder.expect(COPIES * kept_bytes, "activations", at_most=True)
     if kept_bytes >= WORTH_A_NOTE:
         recorder.assumptions[_not_run(name, why)] = None
-    if not reads(owner, hook, module, {"state_dict"}) or not reads(owner, hook, module, {"deepcopy", "clone"}):
-        return
-    weights = part_bytes({"": [*module.parameters(), *module.buffers()]}, recorder.device_type)[""]
-    if recorder.device_type == "cpu" or not reads(owner, hook, module, {"cpu"}):
+    names = UsersCode(owner, *module.modules()).names(hook)
+    on_host = recorder.device_type != "cpu" and "cpu" in names
+    if "state_dict" in names and names & {"deepcopy", "clone"} and not on_host:
+        weights = part_bytes({"": [*module.parameters(), *module.buffers()]}, recorder.device_type)[""]
         _stays(recorder, weights)
         if weights >= WORTH_A_NOTE:
             recorder.assumptions[f"{name} keeps a copy of the weights: {format_bytes(weights)}, included"] = None
@@ -286,15 +273,11 @@ def _call(trainer: Trainer, module: LightningModule, owner: object, hook: str) -
 
 
 def _why(error: Exception) -> str:
-    return _short(str(error)) or type(error).__name__
+    return str(error).strip().partition("\n")[0][:120] or type(error).__name__
 
 
 def _not_run(name: str, why: str) -> str:
     return f"{name} was not run on a copy ({why}): at most, it copies what the epoch left"
-
-
-def _short(reason: str) -> str:
-    return reason.strip().partition("\n")[0][:120]
 
 
 # -- which hooks run
@@ -315,10 +298,9 @@ def keeps(owner: object, hook: str) -> bool:
     )
 
 
-def reads(owner: object, hook: str, module: nn.Module, attributes: AbstractSet[str]) -> bool:
-    """Whether a hook of the user's, or what it calls, reads one of these attributes."""
-    code = _Code(owner, module)
-    return any(not names_in(each).attributes.isdisjoint(attributes) for each in code.called_by(hook))
+def reads(owner: object, hook: str, module: nn.Module, names: AbstractSet[str]) -> bool:
+    """Whether a hook of the user's, or what it calls, has one of these names in it."""
+    return not UsersCode(owner, *module.modules()).names(hook).isdisjoint(names)
 
 
 def only_computes(owner: object, hook: str, module: nn.Module) -> bool:
@@ -329,64 +311,22 @@ def only_computes(owner: object, hook: str, module: nn.Module) -> bool:
     """
     if not is_forked():
         return False
-    code = _Code(owner, module)
+    code = UsersCode(owner, *module.modules())
     known = (_KNOWN | code.attributes) - _ACT
     return all(_is_known(function, known) for function in code.called_by(hook))
-
-
-class _Code:
-    """The user's code of a hook's owner, of the module and of its children."""
-
-    def __init__(self, owner: object, module: nn.Module) -> None:
-        self._owner, self._things = owner, (owner, *module.modules())
-        self._members: dict[str, list[Any]] = {}
-        for cls in dict.fromkeys(type(each) for each in self._things):
-            for name, member in users_members(cls).items():
-                self._members.setdefault(name, []).append(member)
-
-    @property
-    def attributes(self) -> set[str]:
-        """The names that they have, or give themselves."""
-        written = (names_in(each).written for members in self._members.values() for each in members)
-        registered = (name for each in self._things if isinstance(each, nn.Module) for name in _registered(each))
-        return {*self._members, *registered}.union(*(vars(each) for each in self._things), *written)
-
-    def called_by(self, hook: str) -> Iterator[types.FunctionType]:
-        """Yield a hook's own function, and those that it calls by name."""
-        todo: list[Any] = [users_members(type(self._owner)).get(hook)]
-        seen = set[int]()
-        while todo:
-            function = getattr(todo[-1], "fget", todo[-1])
-            function = getattr(function, "__func__", function)
-            todo.pop()
-            if not isinstance(function, types.FunctionType) or id(function) in seen or _is_library(function):
-                continue
-            seen.add(id(function))
-            yield function
-            names = names_in(function)
-            todo += [each for name in names.attributes for each in self._members.get(name, ())]
-            todo += [function.__globals__.get(name) for name in names.globals]
-
-
-def _registered(module: nn.Module) -> Iterator[str]:
-    yield from (*port.parameters_of(module), *port.buffers_of(module), *(name for name, _ in module.named_children()))
-
-
-def _is_library(thing: object) -> bool:
-    name = thing.__name__ if isinstance(thing, types.ModuleType) else getattr(thing, "__module__", "")
-    return str(name).partition(".")[0] in _LIBRARIES
 
 
 def _is_known(function: types.FunctionType, known: AbstractSet[str]) -> bool:
     """Whether a function names nothing else, nor a variable of the function around it, as a list that outlives it."""
     names, around = names_in(function), {*function.__code__.co_freevars} - {"__class__"}
-    is_own = all(
-        isinstance(value, types.FunctionType)
-        or (_is_library(value) if isinstance(value, types.ModuleType) else name in known)
-        for name in names.globals
-        for value in [function.__globals__.get(name)]
-    )
-    return not around and is_own and names.attributes <= known
+
+    def is_known(name: str) -> bool:
+        value = function.__globals__.get(name)
+        if isinstance(value, types.ModuleType):
+            return is_of(value, _LIBRARIES)
+        return isinstance(value, types.FunctionType) or name in known
+
+    return not around and names.attributes <= known and all(map(is_known, names.globals))
 
 
 _LIBRARIES = ("torch", "torchmetrics", "math", "numpy", "gc", "sklearn", "copy", "collections", "itertools")

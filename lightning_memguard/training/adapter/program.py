@@ -32,7 +32,6 @@ from lightning_memguard.core.simulation.fake import fake_copy, pyro_params_of, r
 from lightning_memguard.core.torch_port import tree_leaves, tree_map
 from lightning_memguard.errors import CannotTraceError
 from lightning_memguard.training.adapter import callbacks
-from lightning_memguard.training.adapter.epoch_end import has_own, only_computes
 from lightning_memguard.training.adapter.loader_access import preserve_loader_classes, set_batch_size
 from lightning_memguard.training.adapter.shadow import LightningStep, Shadow, StepsDone, lending_optimizers
 from lightning_memguard.training.facts.lightning_types import is_a
@@ -121,12 +120,6 @@ class LightningProgram(LightningStep):
         if self.stage == "fit" and not recorder.ran_backward:
             note = "training_step led to no backward pass (did it return None?): its memory is not included"
             recorder.assumptions[note] = None
-        hook, module = "on_train_epoch_end", self.module
-        if self.stage == "fit" and has_own(module, hook) and not only_computes(module, hook, module):
-            trained = {id(each) for optimizer in shadow.trainer.optimizers for each in _parameters_of(optimizer)}
-            if not any(id(each) in trained for each in module_copy.parameters()):  # then it learns in that hook
-                name = f"{type(self.module).__name__}.on_train_epoch_end"
-                recorder.assumptions[f"what {name} computes from what an epoch leaves is not included"] = None
 
     def layer_table(self, batch_size: int) -> LayerTable:
         """Return the memory and FLOPs of each layer in the first step, called as Lightning calls it."""
@@ -267,11 +260,6 @@ class _ReadableTotals(TorchFunctionMode):
 
 
 _STEP_HOOKS = {"fit": "training_step", "validate": "validation_step", "test": "test_step", "predict": "predict_step"}
-
-
-def _parameters_of(optimizer: Any) -> Iterator[torch.Tensor]:
-    for group in getattr(optimizer, "param_groups", ()):
-        yield from group["params"]
 
 
 def _swap_optimizers(configured: object, swap: SwapOptimizer) -> Any:

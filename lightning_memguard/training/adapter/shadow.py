@@ -483,17 +483,12 @@ class PhaseMarkerMixin:
                 run.append((own, hook))
             else:
                 bound(owner, hook, pl_module, self.recorder, self.left_bytes, "it does more than compute")
-        if self.validates_last:
-            run.insert(0, (pl_module, "on_validation_model_zero_grad"))
+        user = self.program.trainer
+        if self.validates and user.check_val_every_n_epoch == 1 and type(user.val_check_interval) is float:
+            run.insert(0, (pl_module, "on_validation_model_zero_grad"))  # each epoch ends with a validation
         fill = functools.partial(self.lists.fill, seen, in_all)
         run_after_training(trainer, pl_module, run, self.recorder, fill, in_all, self.samples, self.left_bytes)
         self.bound_collected(trainer, in_all)
-
-    @property
-    def validates_last(self) -> bool:
-        """Whether each epoch of the run ends with a validation, before which Lightning frees gradients."""
-        user = self.program.trainer
-        return self.validates and user.check_val_every_n_epoch == 1 and type(user.val_check_interval) is float
 
     def computes_over_epoch(self, owner: object, hook: str, module: LightningModule) -> bool:
         """Whether a hook may compute over what the batches of an epoch left, or keep a copy of the weights."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from lightning_memguard.units import MIB
 
 _STEPS_TO_LOOK_AT = 3
 _MOST_NAMED = 3
+_AROUND_STEPS = ("on_train_batch", "on_before", "on_after")
 
 
 class OverrunWatch:
@@ -71,7 +72,9 @@ class OverrunWatch:
         if not explains:
             held = attempt(lambda: largest_held(*owners)).value or {}
             held |= self._measuring.outside_tensors(batch)
-            found = Outside(held, watch.shapes_seen, stayed, self._within_until, hooks_between_steps(owners))
+            hooks = [f"{type(each).__name__}.{name}" for each in owners for name in users_members(type(each))]
+            around = [each for each in hooks if each.partition(".")[2].startswith(_AROUND_STEPS)]
+            found = Outside(held, watch.shapes_seen, stayed, self._within_until, around)
         return overrun_words(footprint, measured, budget, size, larger, kept, found)
 
 
@@ -87,13 +90,3 @@ def largest_held(module: nn.Module, *others: object) -> dict[str, int]:
     most = [(holders[name], size) for name, size in nbytes.most_common(_MOST_NAMED) if size >= MIB]
     placed = ((holder, use_of(holder, (module, *others)).line, size) for holder, size in most)
     return {f"`{holder.name}`{line and f' ({line})'}": size for holder, line, size in placed}
-
-
-def hooks_between_steps(owners: Iterable[object]) -> tuple[str, ...]:
-    """Name the user's hooks that run around the steps."""
-    return tuple(
-        f"{type(owner).__name__}.{name}"
-        for owner in owners
-        for name in users_members(type(owner))
-        if name.startswith(("on_train_batch", "on_before", "on_after"))
-    )
