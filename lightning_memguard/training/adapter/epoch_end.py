@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn import functional
 from typing_extensions import override
 
-from lightning_memguard.core.capture.holders import UsersCode, holdings, is_of, names_in, users_classes
+from lightning_memguard.core.capture.holders import UsersCode, holdings, is_of, names_in, users_members
 from lightning_memguard.core.capture.recorder import Recorder, part_bytes
 from lightning_memguard.core.foreign import patched
 from lightning_memguard.core.isolation.pool import is_forked
@@ -70,7 +70,7 @@ class Lists:
 
 def has_own(owner: object, hook: str) -> bool:
     """Whether the user's code has this hook."""
-    return any(hook in vars(cls) for cls in users_classes(type(owner)))
+    return hook in users_members(type(owner))
 
 
 class CollectingCallback(IdleCallback):
@@ -94,13 +94,10 @@ class CollectingCallback(IdleCallback):
 
     def memguard_run(self, name: str, args: tuple[Any, ...]) -> None:
         """Run a hook of the copy, in the copy's name, with a Trainer that it cannot steer."""
-        trainer = vars(args[0])
-        trainer["memguard_is_read_only"] = True
-        try:
-            if attempt(lambda: getattr(vars(self)["memguard_copy"], name)(*args)).reason:
-                vars(self)["memguard_copy"] = None
-        finally:
-            trainer["memguard_is_read_only"] = False
+        vars(args[0])["memguard_is_read_only"] = True
+        if attempt(lambda: getattr(vars(self)["memguard_copy"], name)(*args)).reason:
+            vars(self)["memguard_copy"] = None
+        vars(args[0])["memguard_is_read_only"] = False
 
 
 AFTER_BATCHES = ("on_train_batch_end", "on_validation_batch_end", "on_test_batch_end", "on_predict_batch_end")
@@ -292,7 +289,7 @@ def runs_here(owner: object, hook: str, module: nn.Module) -> bool:
 
 def keeps(owner: object, hook: str) -> bool:
     """Whether a hook of the user's names what puts something into a list, and not only a number."""
-    names = names_in(getattr(type(owner), hook, None)).attributes if has_own(owner, hook) else set[str]()
+    names = UsersCode(owner).names(hook)
     return bool(names & {"append", "extend", "appendleft", "setdefault", "update"}) and not (
         "item" in names and not names & {"numpy", "cpu", "detach", "tolist"}
     )

@@ -422,8 +422,7 @@ class GuardedRun:
         if self.records and self.trainer.is_global_zero:
             page = self._write_page()
             self.measuring.note_held()
-            held = [nbytes for _, nbytes in self.measuring.between_steps] or [0]
-            line = last_line(self.records, stayed_bytes=held[-1] - held[0])
+            line = last_line(self.records, stayed_bytes=self.measuring.stayed_bytes)
             say(f"{line}{f' Full report: {page}' if page else ''}")
 
     # -- files
