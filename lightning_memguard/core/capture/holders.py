@@ -188,12 +188,12 @@ class UsersCode:
             for name, member in users_members(cls).items():
                 self._members.setdefault(name, []).append(member)
 
-    @property
-    def attributes(self) -> set[str]:
-        """The names that the objects have, or give themselves."""
-        written = (names_in(each).written for members in self._members.values() for each in members)
-        held = (vars(each) for each in self._things)
-        registered = (vars(each)[kind] for each in self._things if isinstance(each, nn.Module) for kind in _REGISTERED)
+    def attributes(self, hook: str) -> set[str]:
+        """The names that the objects have, or that the owner, the first other or what the hook calls sets."""
+        near = [member for each in self._things[:2] for member in users_members(type(each)).values()]
+        written = (names_in(each).written for each in (*near, *self.called_by(hook)))
+        held = [vars(each) for each in self._things]
+        registered = (each.get(kind, ()) for each in held for kind in _REGISTERED)
         return {*self._members}.union(*held, *registered, *written)
 
     def called_by(self, hook: str) -> Iterator[FunctionType]:

@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn import functional
 from typing_extensions import override
 
-from lightning_memguard.core.capture.holders import UsersCode, holdings, is_of, names_in, users_members
+from lightning_memguard.core.capture.holders import UsersCode, is_of, names_in, users_classes, users_members
 from lightning_memguard.core.capture.recorder import Recorder, part_bytes
 from lightning_memguard.core.foreign import patched
 from lightning_memguard.core.isolation.pool import is_forked
@@ -64,8 +64,18 @@ class Lists:
                 each.extend([*each][-(grown // batches) :] * max(0, in_all - batches))
 
     def _lists(self) -> Iterator[Any]:
-        held = holdings({str(number): owner for number, owner in enumerate(self._owners)})
-        return (each.thing for each in held if type(each.thing) in (list, deque))
+        parts, seen = [*self._owners], {id(owner) for owner in self._owners}
+        for number, part in enumerate(parts):
+            is_near = number < len(self._owners) or not isinstance(part, nn.Module)
+            for value in [*vars(part).values()]:
+                for each in [value, *value.values()] if isinstance(value, dict) else [value]:
+                    if type(each) in (list, deque):
+                        yield each
+                    elif id(each) not in seen and (
+                        isinstance(each, nn.Module) or (is_near and users_classes(type(each)))
+                    ):
+                        seen.add(id(each))
+                        parts += [each] if hasattr(each, "__dict__") else []
 
 
 def has_own(owner: object, hook: str) -> bool:
@@ -196,7 +206,8 @@ def run_after_training(
         _check(in_all)
         fill()
         trains = "validation" not in hook
-        module.train(trains)
+        if module.training != trains:
+            module.train(trains)
         with torch.set_grad_enabled(trains):
             _call(trainer, module, owner, hook)
 
@@ -309,7 +320,7 @@ def only_computes(owner: object, hook: str, module: nn.Module) -> bool:
     if not is_forked():
         return False
     code = UsersCode(owner, *module.modules())
-    known = (_KNOWN | code.attributes) - _ACT
+    known = (_KNOWN | code.attributes(hook)) - _ACT
     return all(_is_known(function, known) for function in code.called_by(hook))
 
 
