@@ -27,6 +27,7 @@ from lightning_memguard.units import MIB
 SHARE_OF_TIME = 0.01
 """The time that windows may take of a run, once each kind of step was counted a few times."""
 
+FREED = "freed, and kept by the C library"
 _WINDOWS_ALWAYS = 4
 
 _HEAP_NOISE_BYTES = MIB  # objects, texts and tables that come and go between windows
@@ -123,7 +124,7 @@ class TensorCounter:
         """Bytes that malloc holds now beyond these tensors and what it had given out when the counter was made."""
         return {
             "kept by libraries and objects": _given_out() - self._zero_at_start - tensor_bytes,
-            "freed, and kept by the C library": _asks()[0]().fordblks,
+            FREED: _asks()[0]().fordblks,
         }
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from lightning_memguard.core.capture.holders import Holder, holdings, roots_of, use_of, users_members
 from lightning_memguard.core.decision.decision import Decision
 from lightning_memguard.core.decision.record import Measured
+from lightning_memguard.core.device.tensor_counter import FREED
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.core.torch_port import storage_id
 from lightning_memguard.report.failure import Outside, overrun_words, steps_explain
@@ -58,7 +59,8 @@ class OverrunWatch:
         if measured.taken_bytes <= budget.free_bytes:
             self._within_until = batch_idx
             return ""
-        larger, stayed = watch.largest and watch.largest[0], self._measuring.stayed_bytes
+        larger, outside = watch.largest and watch.largest[0], self._measuring.outside_tensors(batch)
+        stayed = self._measuring.stayed_bytes - outside.get(FREED, 0)
         known = larger.footprint if larger else footprint
         explains = steps_explain(known, measured, stayed)
         if batch_idx is not None and self.again_at is None and not explains:
@@ -71,10 +73,9 @@ class OverrunWatch:
         found = None
         if not explains:
             held = attempt(lambda: largest_held(*owners)).value or {}
-            held |= self._measuring.outside_tensors(batch)
             hooks = [f"{type(each).__name__}.{name}" for each in owners for name in users_members(type(each))]
             around = [each for each in hooks if each.partition(".")[2].startswith(_AROUND_STEPS)]
-            found = Outside(held, watch.shapes_seen, stayed, self._within_until, around)
+            found = Outside({**held, **outside}, watch.shapes_seen, stayed, self._within_until, around)
         return overrun_words(footprint, measured, budget, size, larger, kept, found)
 
 

@@ -91,7 +91,7 @@ def test_a_callback_that_saves_is_counted_and_named(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     decision = fit(Net(), tmp_path, Saver()).decision
     assert decision.footprint.parts["checkpoint"] == 4 * MIB
-    assert any("Saver.save saves the training" in note for note in decision.notes)
+    assert any("Saver.on_train_epoch_end saves the training" in note for note in decision.notes)
 
 
 def test_a_method_that_no_hook_reaches_saves_nothing(tmp_path):
