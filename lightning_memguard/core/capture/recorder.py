@@ -137,17 +137,19 @@ class Recorder(Storages, TorchDispatchMode):
         """A node of the backward pass begins."""
         self._first_of_node = len(self._bytes)
 
-    def peaks_inside(self, runs: Iterable[Callable[[], object]]) -> tuple[list[tuple[int, Exception | None]], int]:
+    def peaks_inside(
+        self, runs: Iterable[Callable[[], object]], most: int
+    ) -> tuple[list[tuple[int, Exception | None]], int]:
         """Return the bytes that each call takes at most beyond those alive before all, and the error that ended it.
 
         The calls are made one after the other, and the last value is what they leave of their own. Nothing of it is
-        recorded, and what they make is not known afterwards. One that makes more than `_MOST_ROWS` tell ends there.
+        recorded, and what they make is not known afterwards. One that makes or frees more than so many tensors ends.
         """
         rows, first, now, found = _Rows(), len(self._bytes), 0, list[tuple[int, Exception | None]]()
         with patched(self, rows=rows), patched(self._scratch, spans=[], kernels=[]):
             for run in runs:
                 rows.clear()
-                peak, error = now, None
+                rows.most, peak, error = most, now, None
                 try:
                     run()
                 except Exception as raised:  # noqa: BLE001 - the user's code may raise anything
@@ -415,16 +417,15 @@ _WITH_NUMBER = frozenset(("MulBackward0", "DivBackward0"))  # which keep a numbe
 _BATCHED = 3  # dimensions: a Linear adds its bias to rows within their product
 
 
-_MOST_ROWS = 2_000  # half a second of fake operators
-
-
 class _Rows(list[Event]):
-    """Rows of code whose length is not known, as a loop over the pixels of an image."""
+    """Rows of code that may go on for long, as a loop over the pixels of an image."""
+
+    most = 0
 
     @override
     def append(self, row: Event) -> None:
-        if row.action == "alloc" and len(self) >= _MOST_ROWS:
-            raise OverflowError(f"after {_MOST_ROWS // 2:,} tensors it had not ended")
+        if row.action == "alloc" and len(self) >= self.most:
+            raise OverflowError("it makes too many tensors")
         super().append(row)
 
 

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from lightning_memguard.core.torch_port import FakeTensorMode
 
 _MOST_BATCHES = 1 << 14  # a hook that goes through more of them one by one would take long
+_MOST_TENSORS, _TENSORS_A_BATCH = 2_000, 8  # made and freed in a hook; 2,000 take half a second on fake tensors
 # Of what is kept, at most, if the hook cannot be run: joined, less its mean, and what a library makes of that: NumPy's
 # `std` a difference and its square.
 COPIES = 4
@@ -211,7 +212,8 @@ def run_after_training(
         with torch.set_grad_enabled(trains):
             _call(trainer, module, owner, hook)
 
-    taken, made = recorder.peaks_inside([functools.partial(run, *each) for each in hooks])
+    runs = [functools.partial(run, *each) for each in hooks]
+    taken, made = recorder.peaks_inside(runs, _MOST_TENSORS + _TENSORS_A_BATCH * in_all)
     step = max(1, samples)
     if trainer.max_epochs != 1:
         _stays(recorder, -(-made // step) * step)
