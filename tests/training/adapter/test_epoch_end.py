@@ -251,7 +251,7 @@ class Bank(torch.nn.Module):
 class FittedSlowly(Fitted):
     def __init__(self) -> None:
         super().__init__()
-        self.bank.more = 1_000
+        self.bank.more = 3_000
 
 
 def test_a_fit_in_a_hook_of_validation_is_predicted(tmp_path):
