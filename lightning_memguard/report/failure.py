@@ -146,14 +146,10 @@ def overrun_words(
 
 @dataclass(frozen=True)
 class Outside:
-    """What a run took besides its steps.
+    """What a run took besides its steps: what is ``held`` now, by what takes it, and what came after the first step.
 
-    Attributes:
-        held: bytes that are there now, by what takes them; no tensors of a step.
-        shapes: how many shapes of batches there were.
-        stayed_bytes: what has come after the first step and is still there.
-        within_until: the last batch before which the run was within its budget; None if unknown.
-        hooks: the user's hooks that run around the steps, by name.
+    ``within_until``: the last batch before which the run was within its budget; None if unknown. ``hooks`` of the user
+    run around the steps, whose batches had so many ``shapes``.
     """
 
     held: Mapping[str, int]

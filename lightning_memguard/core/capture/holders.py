@@ -151,31 +151,21 @@ def users_members(cls: type) -> dict[str, Any]:
     return {name: member for each in reversed(users_classes(cls)) for name, member in vars(each).items()}
 
 
-class Names(NamedTuple):
-    """The names in code: globals and attributes that it reads, and what it sets or deletes of both."""
+def names_in(function: object) -> tuple[set[str], set[str], set[str]]:
+    """Return the names of globals and attributes that a function's code reads, and of those that it sets or deletes.
 
-    globals: frozenset[str] = frozenset()
-    attributes: frozenset[str] = frozenset()
-    written: frozenset[str] = frozenset()
-
-    @property
-    def all(self) -> frozenset[str]:
-        """All of them."""
-        return self.globals | self.attributes | self.written
-
-
-def names_in(function: object) -> Names:
-    """Return the names in a function's code and in functions inside it; none for what has no code, as a builtin."""
+    Functions inside it count. There are none in what has no code, as a builtin.
+    """
     code = getattr(getattr(function, "__func__", getattr(function, "fget", function)), "__code__", function)
-    found: dict[str, set[str]] = {kind: set() for kind in Names._fields}
+    found = set[str](), set[str](), set[str]()
     for each in dis.get_instructions(code) if isinstance(code, CodeType) else ():
         if isinstance(each.argval, CodeType):
-            for kind, names in names_in(each.argval)._asdict().items():
-                found[kind] |= names
+            for here, inside in zip(found, names_in(each.argval), strict=True):
+                here.update(inside)
         elif each.opcode in dis.hasname:
             sets, is_global = each.opname.startswith(("STORE", "DELETE")), each.opname.startswith(_FROM_GLOBALS)
-            found["written" if sets else "globals" if is_global else "attributes"].add(each.argval)
-    return Names(**{kind: frozenset(names) for kind, names in found.items()})
+            found[2 if sets else not is_global].add(each.argval)
+    return found
 
 
 class UsersCode:
@@ -191,7 +181,7 @@ class UsersCode:
     def attributes(self, hook: str) -> set[str]:
         """The names that the objects have, or that the owner, the first other or what the hook calls sets."""
         near = [member for each in self._things[:2] for member in users_members(type(each)).values()]
-        written = (names_in(each).written for each in (*near, *self.called_by(hook)))
+        written = (names_in(each)[2] for each in (*near, *self.called_by(hook)))
         held = [vars(each) for each in self._things]
         registered = (each.get(kind, ()) for each in held for kind in _REGISTERED)
         return {*self._members}.union(*held, *registered, *written)
@@ -207,13 +197,13 @@ class UsersCode:
                 continue
             seen.add(id(function))
             yield function
-            names = names_in(function)
-            todo += [each for name in names.attributes for each in self._members.get(name, ())]
-            todo += [function.__globals__.get(name) for name in names.globals]
+            of_globals, attributes, _ = names_in(function)
+            todo += [each for name in attributes for each in self._members.get(name, ())]
+            todo += [function.__globals__.get(name) for name in of_globals]
 
-    def names(self, hook: str) -> frozenset[str]:
+    def names(self, hook: str) -> set[str]:
         """All names in a hook and in what it calls."""
-        return frozenset[str]().union(*(names_in(each).all for each in self.called_by(hook)))
+        return set[str]().union(*(names for each in self.called_by(hook) for names in names_in(each)))
 
 
 def is_of(thing: object, packages: Container[str]) -> bool:

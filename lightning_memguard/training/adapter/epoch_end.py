@@ -225,9 +225,8 @@ def run_after_training(
         if error is not None:
             bound(owner, hook, module, recorder, max(kept_bytes, nbytes), _why(error))
         elif nbytes >= WORTH_A_NOTE:
-            recorder.assumptions[f"{name} takes {format_bytes(nbytes)} at the end of an epoch, which is included"] = (
-                None
-            )
+            note = f"{name} takes {format_bytes(nbytes)} at the end of an epoch, which is included"
+            recorder.assumptions[note] = None
 
 
 def _stays(recorder: Recorder, nbytes: int) -> None:
@@ -328,7 +327,8 @@ def only_computes(owner: object, hook: str, module: nn.Module) -> bool:
 
 def _is_known(function: types.FunctionType, known: AbstractSet[str]) -> bool:
     """Whether a function names nothing else, nor a variable of the function around it, as a list that outlives it."""
-    names, around = names_in(function), {*function.__code__.co_freevars} - {"__class__"}
+    around = {*function.__code__.co_freevars} - {"__class__"}
+    of_globals, attributes, _ = names_in(function)
 
     def is_known(name: str) -> bool:
         value = function.__globals__.get(name)
@@ -336,7 +336,7 @@ def _is_known(function: types.FunctionType, known: AbstractSet[str]) -> bool:
             return is_of(value, _LIBRARIES)
         return isinstance(value, types.FunctionType) or name in known
 
-    return not around and names.attributes <= known and all(map(is_known, names.globals))
+    return not around and attributes <= known and all(map(is_known, of_globals))
 
 
 _LIBRARIES = ("torch", "torchmetrics", "math", "numpy", "gc", "sklearn", "copy", "collections", "itertools")
