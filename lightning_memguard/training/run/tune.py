@@ -265,8 +265,8 @@ def recheck(tuning: Tuning, others: Iterable[Callback], module: LightningModule,
     if profile is None:
         return tuning
     device = profile.facts.device
-    held = attempt(lambda: callbacks.held_bytes(others, module, device, averaging=False)).value
-    extra = (held or 0) - profile.run.program.callback_bytes
+    held = attempt(lambda: callbacks.held_bytes(others, module, device, averaging=True)).value
+    extra = (held or 0) - (before.footprint.parts.get("callbacks", 0) if before.footprint else 0)  # as predicted
     if max(ranks.gather(extra)) <= 0:
         return tuning
     profile = replace(profile, extra={"callbacks": max(extra, 0)})
