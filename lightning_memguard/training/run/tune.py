@@ -265,8 +265,11 @@ def recheck(tuning: Tuning, others: Iterable[Callback], module: LightningModule,
     if profile is None:
         return tuning
     device = profile.facts.device
-    held = attempt(lambda: callbacks.held_bytes(others, module, device, averaging=True)).value
-    extra = (held or 0) - (before.footprint.parts.get("callbacks", 0) if before.footprint else 0)  # as predicted
+    held = partial(callbacks.held_bytes, [*others], module, device)
+    others_bytes, with_averages = attempt(lambda: (held(averaging=False), held(averaging=True))).value or (0, 0)
+    extra = others_bytes - profile.run.program.callback_bytes
+    if before.footprint:  # what hooks keep was predicted
+        extra -= max(0, before.footprint.parts.get("callbacks", 0) - with_averages + extra)
     if max(ranks.gather(extra)) <= 0:
         return tuning
     profile = replace(profile, extra={"callbacks": max(extra, 0)})
