@@ -307,11 +307,6 @@ def keeps(owner: object, hook: str) -> bool:
     )
 
 
-def reads(owner: object, hook: str, module: nn.Module, names: AbstractSet[str]) -> bool:
-    """Whether a hook of the user's, or what it calls, has one of these names in it."""
-    return not UsersCode(owner, *module.modules()).names(hook).isdisjoint(names)
-
-
 def only_computes(owner: object, hook: str, module: nn.Module) -> bool:
     """Whether a hook, and what it calls of its owner's, names nothing but tensors, lists, and its own or the module's.
 

@@ -31,7 +31,7 @@ from lightning_memguard.core import torch_port as port
 from lightning_memguard.core.batch.batches import Batches
 from lightning_memguard.core.batch.nesting import batch_bytes, tensors_in
 from lightning_memguard.core.capture.counters import Counters
-from lightning_memguard.core.capture.holders import Holder, Use, holdings, roots_of, use_of
+from lightning_memguard.core.capture.holders import Holder, Use, UsersCode, holdings, roots_of, use_of
 from lightning_memguard.core.capture.leftovers import Garbage, Leftovers
 from lightning_memguard.core.capture.program import Program
 from lightning_memguard.core.capture.recorder import Recorder, gradients_of, refuse_sparse
@@ -52,7 +52,6 @@ from lightning_memguard.training.adapter.epoch_end import (
     has_own,
     only_computes,
     own_copy,
-    reads,
     run_after_training,
     run_hook,
 )
@@ -495,7 +494,8 @@ class PhaseMarkerMixin:
         if not has_own(owner, hook) or ("validation" in hook and not self.validates):
             return False
         left = {each.holder.rpartition(".")[2] for each in self.recorder.kept} if self.left_bytes else set()
-        return hook == EPOCH_END or reads(owner, hook, module, {*left, "state_dict", "deepcopy"})
+        names = UsersCode(owner, *module.modules()).names(hook)
+        return hook == EPOCH_END or not names.isdisjoint({*left, "state_dict", "deepcopy"})
 
     def bound_collected(self, trainer: Trainer, batches: int) -> None:
         ran, hook = {type(own_copy(each)) for each in trainer.callbacks}, f"on_{_LOOPS[self.program.stage]}_batch_end"  # type: ignore[attr-defined]
