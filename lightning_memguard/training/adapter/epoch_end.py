@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from lightning_memguard.core.torch_port import FakeTensorMode
 
 _MOST_BATCHES = 1 << 14  # a hook that goes through more of them one by one would take long
-_MOST_TENSORS, _TENSORS_A_BATCH = 2_000, 8  # made and freed in a hook; 2,000 take half a second on fake tensors
+_MOST_TENSORS, _TENSORS_A_BATCH = 1_000, 8  # made and freed in a hook; 1,000 take a second on fake tensors
 # Of what is kept, at most, if the hook cannot be run: joined, less its mean, and what a library makes of that: NumPy's
 # `std` a difference and its square.
 COPIES = 4
