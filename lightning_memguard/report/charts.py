@@ -152,7 +152,7 @@ def timeline(shown: Timeline) -> str:
     if not shown.parts:
         return ""
     totals, peak, count = shown.totals, shown.peak_column, shown.event_count
-    axis = _Axis.up_to(max(*totals, *shown.reserved))
+    axis = _Axis.up_to(max([*totals, *shown.reserved]))
     highest = format_bytes(totals[peak])
     legend = [(swatch(part), part_words(part)) for part in shown_parts(shown)]
     if shown.reserved:

@@ -47,6 +47,14 @@ class PackedTraces(Mapping[int, T]):
     def __init__(self, traces: Mapping[int, T]) -> None:
         self._content = {batch_size: _pack(trace) for batch_size, trace in traces.items()}
 
+    @classmethod
+    def of(cls, traces: Mapping[int, T]) -> PackedTraces[T]:
+        """Pack traces that are not packed yet."""
+        return traces if isinstance(traces, PackedTraces) else cls(traces)
+
+    def __contains__(self, batch_size: object) -> bool:
+        return batch_size in self._content  # without unpacking
+
     def __getitem__(self, batch_size: int) -> T:
         return cast("T", pickle.loads(zlib.decompress(self._content[batch_size])))  # noqa: S301 - our own
 
