@@ -32,6 +32,7 @@ _METHODS = {
     "worst-case": "traced on fake tensors; sizes that depend on values are assumed to be the largest possible",
     "sampled": "traced on fake tensors; sizes that depend on values are those of real batches",
     "real": "from real steps, run on a copy",
+    "cut": "From part of a step, as time was up: it needs more than this",
     "states": "Without activations, which are unknown: the step needs more than this",
 }
 
@@ -79,7 +80,7 @@ def evaluation_text(decision: Decision, kind: str) -> str:
 
 
 def _total_lines(decision: Decision, footprint: Footprint, budget: Budget, kind: str) -> list[str]:
-    peak, most, how = footprint.peak_device_bytes, footprint.most_device_bytes, _METHODS[footprint.method]
+    peak, most, how = footprint.peak_device_bytes, footprint.most_shown_bytes, _METHODS[footprint.method]
     words = how
     if not footprint.is_partial:
         at_most = f" (at most {format_bytes(most)})" if most > peak else ""
@@ -154,7 +155,7 @@ def peaks_of(footprint: Footprint) -> list[tuple[str, int]]:
         totals.append((f"Peak reserved{least}", footprint.peak_reserved_bytes))
         totals.append(("Context and libraries", footprint.outside_bytes))
         totals.append((f"Total on device{least}", footprint.peak_device_bytes))
-    most = footprint.most_device_bytes  # what is compared with the budget
+    most = footprint.most_shown_bytes  # what is compared with the budget
     if most > footprint.peak_device_bytes and not footprint.is_partial:
         totals.append(("Total on device, at most", most))
     return totals
@@ -246,9 +247,10 @@ def last_line(records: Sequence[EpochRecord], *, stayed_bytes: int = 0) -> str:
     """
     worst = max(records, key=lambda record: record.measured.taken_bytes)
     footprint, measured = worst.predicted, worst.measured
-    size, most = format_bytes(footprint.peak_device_bytes), format_bytes(footprint.most_device_bytes)
+    size, most = format_bytes(footprint.peak_device_bytes), format_bytes(footprint.most_shown_bytes)
     at_most = f" (at most {most})" if most != size else ""  # which the decision's line compares with the budget
-    predicted = f"{size} without activations" if footprint.is_partial else f"a peak of {size}{at_most}"
+    partial = {"cut": (f"at least {size}", ""), "states": (f"{size} without activations", " with them")}
+    predicted, with_them = partial.get(footprint.method, (f"a peak of {size}{at_most}", ""))
     offloaded = sum(record.offloaded for record in records)
     more = f", {counted(offloaded, 'step')} with activations on the host" if offloaded else ""
     size = f"batch size {batch_sizes(worst, worst.batch_size)}"
@@ -259,7 +261,7 @@ def last_line(records: Sequence[EpochRecord], *, stayed_bytes: int = 0) -> str:
     if not measured.peak_bytes:
         return f"MemGuard: predicted {predicted}; no measurement ({measured.source}); {run}"
     too_small = "" if worst.has_error else ", too small to compare"
-    error = " with them" if footprint.is_partial else too_small or f": {signed(worst.error_ratio)}"
+    error = with_them if footprint.is_partial else too_small or f": {signed(worst.error_ratio)}"
     seconds, expected = measured.step_seconds, footprint.step_seconds
     if seconds:
         run = f"{duration(seconds)} a step{f', predicted {duration(expected.likely)}' if expected else ''}; {run}"

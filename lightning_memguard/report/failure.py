@@ -311,6 +311,8 @@ def _predicted(failure: Failure) -> str:
     so_far = "the peak up to this error could not be measured"
     if measured is not None and measured.peak_bytes:
         so_far = f"the measured peak up to this error is {measured_words(measured)}"
+    if predicted.method == "cut":
+        return f"MemGuard predicted at least {peak}, from part of a step, as time was up at setup; {so_far}."
     if predicted.is_partial:
         return f"MemGuard predicted {peak} without activations, which are unknown; {so_far}."
     return (

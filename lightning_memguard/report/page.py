@@ -131,15 +131,15 @@ def _headline(decision: Decision, footprint: Footprint, budget: Budget) -> str:
     usable = budget.usable_bytes
     likely, most_share = (
         f"{nbytes / usable:.1%}" if usable > 0 else "none"
-        for nbytes in (footprint.peak_device_bytes, footprint.most_device_bytes)
+        for nbytes in (footprint.peak_device_bytes, footprint.most_shown_bytes)
     )
     asked, accumulated = decision.requested_batch_size, decision.accumulate_grad_batches
     size = f"was {batch_sizes(decision, asked)}" if asked != decision.batch_size else "as requested"
     most = f"on {footprint.device}"
     if footprint.is_partial:
-        most = "at least: its activations are unknown"
-    elif footprint.most_device_bytes > footprint.peak_device_bytes:
-        most = f"at most {format_bytes(footprint.most_device_bytes)}"
+        most = f"at least: {'time was up' if footprint.method == 'cut' else 'its activations are unknown'}"
+    elif footprint.most_shown_bytes > footprint.peak_device_bytes:
+        most = f"at most {format_bytes(footprint.most_shown_bytes)}"
     fits = {"unknown": "unknown whether it fits", "fits": "fits", "does not fit": "does NOT fit"}[decision.verdict]
     bad = {"Share used"} if decision.verdict == "does not fit" else set()
     bound = f"at most {most_share}: " if most_share != likely and not footprint.is_partial else ""

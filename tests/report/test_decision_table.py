@@ -103,6 +103,7 @@ def test_an_evaluation_takes_one_line():
             "traced on fake tensors; sizes that depend on values are those of real batches:",
         ),
         ("real", "encoder.layers.11; from real steps, run on a copy: allocated"),
+        ("cut", "From part of a step, as time was up: it needs more than this: allocated"),
         ("states", "Without activations, which are unknown: the step needs more than this: allocated"),
     ],
 )
@@ -318,6 +319,21 @@ def test_what_was_predicted_without_activations_has_no_error():
     assert last_line([record]) == (
         "MemGuard: predicted 8.0 GiB without activations, measured 20.0 GiB (nvml) with them; batch size 96, 1 epoch."
     )
+
+
+def test_what_a_stopped_step_tells_is_the_least():
+    cut = replace(STATES_ALONE, method="cut")
+    record = replace(epoch(0, 20 * GIB), predicted=cut)
+    assert last_line([record]) == (
+        "MemGuard: predicted at least 8.0 GiB, measured 20.0 GiB (nvml); batch size 96, 1 epoch."
+    )
+
+
+@pytest.mark.parametrize(("times", "words"), [(4, "4.0 MiB (at most 16.0 MiB)"), (100, "4.0 MiB,")])
+def test_a_bound_that_says_nothing_is_not_shown(times: int, words: str) -> None:
+    most = times * ON_CPU.peak_device_bytes
+    cut = replace(ON_CPU, doubts=()).doubted("unchecked", Peak(most, most, most))
+    assert f"predicted a peak of {words}" in last_line([replace(epoch(0, 20 * MIB), predicted=cut)])
 
 
 def test_steps_that_kept_activations_on_the_host_are_counted():

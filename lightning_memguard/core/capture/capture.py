@@ -26,7 +26,7 @@ from lightning_memguard.core.capture.program import Program, device_to_run_on
 from lightning_memguard.core.capture.recorder import Recorder
 from lightning_memguard.core.capture.storages import line_behind
 from lightning_memguard.core.foreign import reason_of
-from lightning_memguard.core.isolation.pool import Children, in_child, tell
+from lightning_memguard.core.isolation.pool import Children, StoppedError, in_child, tell
 from lightning_memguard.core.kernels import onednn
 from lightning_memguard.core.simulation.fake import ValueNeededError, isolated_rng, run_on_one_thread, seed_all
 from lightning_memguard.core.simulation.fake_cuda import leave_driver_alone
@@ -83,6 +83,9 @@ class CaptureFailedError(CannotTraceError):
 
 class OutOfTimeError(CaptureFailedError):
     """The deadline came before the capture ended, or began."""
+
+
+_TIME_WAS_UP = "time was up (max_setup_seconds)"
 
 
 def _failure(error: BaseException) -> CaptureFailedError:
@@ -145,7 +148,7 @@ class UserCode(Children[Request, T]):
             return _value(self._handle(request))
         answer = self.answer(request)
         if answer.lost and monotonic() > self._deadline():
-            raise OutOfTimeError("time was up (max_setup_seconds)")
+            raise OutOfTimeError(_TIME_WAS_UP)
         lost, here, result = answer.lost, answer.here or here_too, cast("T | CaptureFailedError", answer.value)
         if isinstance(result, CaptureFailedError) and failed_for_fork(result):
             lost, here = str(result), True
@@ -198,8 +201,9 @@ class Captures:
         next_size: from the traces of the first program at two batch sizes, the one that it is likely asked for next.
         deadline: the moment (of `time.monotonic`) after which captures raise `OutOfTimeError`. Predictions then have a
             note, and a range at sizes that were not captured.
-        soon: from the traces of the first program so far, an earlier moment: after it, a program is captured only at
-            the size that is asked for, and there once.
+        soon: from the traces of the first program so far, and the processor seconds of the busiest child, an earlier
+            moment.
+        own_first: whether each program is first captured at the size that is asked for.
         rough: two sizes tell how a step grows, and work that recurs later is left out; what is used is captured again.
     """
 
@@ -208,10 +212,11 @@ class Captures:
         *programs: Program,
         next_size: Callable[[Sequence[Trace]], int] | None = None,
         deadline: float = math.inf,
-        soon: Callable[[Sequence[Trace]], float] = lambda _: math.inf,
+        soon: Callable[[Sequence[Trace], float], float] = lambda *_: math.inf,
+        own_first: bool = False,
         rough: bool = False,
     ) -> None:
-        self.rough = rough
+        self.rough, self.own_first = rough, own_first
         self.deadline, self.soon = deadline, soon
         self._programs = list(programs)
         self._next_size = next_size
@@ -220,18 +225,12 @@ class Captures:
             lambda task: capture_here(self._programs[task[0]], *task[1:], later=not rough), deadline=self._until
         )
         self._known: dict[_Task, Trace] = {}
-        self._required: dict[int, int] = {}  # by the program's place, the batch size that is asked for
-        self._is_required = False  # the capture that is waited for
+        self._cut: dict[_Task, Trace] = {}
         self.stopped = ""  # why captures were left out, if the deadline came
 
-    def require(self, program: Program, batch_size: int) -> None:
-        """Have a program captured at a batch size even if that takes until the deadline."""
-        self._required[self.place_of(program)] = batch_size
-
     def _until(self) -> float:
-        if self._is_required:
-            return self.deadline
-        return min(self.deadline, self.soon([trace for task, trace in self._known.items() if task[0] == 0]))
+        known = [trace for task, trace in self._known.items() if task[0] == 0]
+        return min(self.deadline, self.soon(known, self._children.most_used))
 
     def start(self, program: Program, batch_size: int, method: Method, variant: Variant = FIRST) -> None:
         """Begin with a capture that will be asked for."""
@@ -264,16 +263,25 @@ class Captures:
         if task not in self._known:
             how = ", for real" if method == "real" else ""
             tell(f"the step at batch size {batch_size}{how}")
-            is_first = not any(known[:2] == task[:2] for known in self._known) or method == "compiled"
-            self._is_required = is_first and self._required.get(task[0]) == batch_size
             try:
-                self._known[task] = self._children.ask(task, with_note=_with_note)
+                self._known[task] = self._whole(task)
             except OutOfTimeError as error:
                 self.stopped = str(error)
                 raise
-            finally:
-                self._is_required = False
         return self._known[task]
+
+    def _whole(self, task: _Task) -> Trace:
+        trace = self._children.ask(task, with_note=_with_note)
+        if trace.method == "cut":
+            self._cut[task] = trace
+            raise OutOfTimeError(_TIME_WAS_UP)
+        return trace
+
+    def cut(self, program: Program, batch_size: int) -> Trace | None:
+        """What a capture of a program had recorded when it was stopped, at this batch size or a smaller one."""
+        place = self.place_of(program)
+        found = [trace for task, trace in self._cut.items() if task[0] == place and task[1] <= batch_size]
+        return max(found, key=lambda trace: (trace.batch_size, len(trace)), default=None)
 
     def known(self, program: Program, method: Method) -> list[Trace]:
         """The traces of a program that were captured in one way, by batch size."""
@@ -345,7 +353,7 @@ def capture_here(
         Exception: whatever the user's own code raised.
     """
     trace, counters = _recorded(program, batch_size, method, variant)
-    due = counters.due
+    due = counters.due if trace.method != "cut" else None
     if due is None or not later or trace.seconds > _MOST_SECONDS_TO_GO_ON:
         return trace
     try:
@@ -354,7 +362,7 @@ def capture_here(
         why = "it needs values" if _needs_value(error) else str(error)[:200] or type(error).__name__
         note = f"what else a step may do at {due.place} was not captured: {why}"
         return _with_note(trace, Note("values later", note) if _needs_value(error) else note)
-    if not counters.differ(longer):
+    if longer.method == "cut" or not counters.differ(longer):
         return trace
     longer = replace(longer, seconds=trace.seconds, recurs=True)
     return _with_note(longer, f"the peak is at {due.place}") if counters.peaks_later(longer) else longer
@@ -383,7 +391,11 @@ def _recorded(
             if variant.number:
                 seed_all(variant.number)
             epoch = variant.epoch and variant.epoch._replace(steps=program.steps_of_epoch(batch_size))
-            program.of_draw(variant.number, epoch).run(recorder, batch_size, fake=method != "real")
+            try:
+                program.of_draw(variant.number, epoch).run(recorder, batch_size, fake=method != "real")
+            except StoppedError:
+                recorder.keep_activations()
+                return recorder.trace(batch_size, "cut"), recorder.counters
         if recorder.scripted and run == 1:
             return _recorded(program, batch_size, method, variant, due, 2)
     trace = replace(recorder.trace(batch_size, method), seconds=process_time() - started)

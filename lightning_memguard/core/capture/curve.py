@@ -14,6 +14,7 @@ from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.core.trace.growth import Growth, extrapolate
 from lightning_memguard.core.trace.packed import PackedGrowth, PackedTraces
 from lightning_memguard.core.trace.trace import (
+    PARTIAL,
     SIGNED_SIZE,
     WORTH_A_NOTE,
     Answers,
@@ -166,14 +167,16 @@ class Curve:
         """Return the curve in little memory, slower to ask, without captures that the growth reproduces."""
         all_growth = self.growth, self.ceiling, self.floor, *self.drawn
         growth, ceiling, floor, *drawn = (PackedGrowth.of(g) if isinstance(g, Growth) else g for g in all_growth)
-        packed = replace(self, growth=growth, ceiling=ceiling, floor=floor, compiled=PackedTraces(self.compiled))
+        packed = replace(self, growth=growth, ceiling=ceiling, floor=floor, compiled=PackedTraces.of(self.compiled))
         packed = replace(packed, drawn=tuple(filter(None, drawn)))
-        captured = PackedTraces({} if growth else self.captured)
+        captured = PackedTraces.of({} if growth else self.captured)
         return replace(packed, captured=captured, unfrozen=self.unfrozen and self.unfrozen.packed())
 
     def unpacked(self) -> Curve:
-        """Return the curve with its growth unpacked, to be asked at many sizes."""
-        return replace(self, growth=self.growth.unpacked()) if isinstance(self.growth, PackedGrowth) else self
+        """Return the curve with its growth unpacked, to be asked at many sizes, or its traces if it has none."""
+        if isinstance(self.growth, PackedGrowth):
+            return replace(self, growth=self.growth.unpacked())
+        return replace(self, captured=dict(self.captured))
 
     def uncompiled(self) -> Curve:
         """Return the curve as if torch.compile did nothing."""
@@ -200,7 +203,7 @@ class Curve:
     def knows(self, batch_size: int) -> bool:
         """Whether a trace at this size needs no capture."""
         is_captured = self._has_all_at(batch_size) or batch_size in self.compiled
-        return is_captured or self.method == "states" or self.growth is not None
+        return is_captured or self.method in PARTIAL or self.growth is not None
 
     def _has_all_at(self, batch_size: int) -> bool:
         if batch_size not in self.captured:
@@ -223,7 +226,7 @@ class Curve:
         """Return the trace of each variant, the largest first."""
         if batch_size in self.compiled:
             return (self.compiled[batch_size],)
-        if self.method == "states":
+        if self.method in PARTIAL:
             return (replace(next(iter(self.captured.values()))[0], batch_size=batch_size),)
         if self._has_all_at(batch_size) and not self.drawn:
             return self.captured[batch_size]
@@ -277,7 +280,8 @@ class Curve:
             if most.peak_allocated_bytes - least_bytes < WORTH_A_NOTE:
                 most = replace(most, notes=tuple(note for note in most.notes if not is_note(note, "largest result")))
             gap = self.gaps.get(batch_size)
-            if (gap and gap.kind == "late") or (self.stopped and batch_size not in self.proven_sizes):
+            unchecked = self.stopped and batch_size not in self.proven_sizes and not most.is_partial
+            if (gap and gap.kind == "late") or unchecked:
                 most = self._with_doubt(most)
             if self.stopped and self.is_of_one_draw:
                 most = self._with_unknown_values(most)

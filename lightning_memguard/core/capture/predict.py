@@ -39,7 +39,7 @@ from lightning_memguard.core.replay.seconds import Speed
 from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.core.simulation.value_sizes import LEAST
 from lightning_memguard.core.trace.growth import Growth, extrapolate, grow
-from lightning_memguard.core.trace.trace import WORTH_A_NOTE, Method, Shapes, Trace
+from lightning_memguard.core.trace.trace import PARTIAL, WORTH_A_NOTE, Method, Shapes, Trace
 from lightning_memguard.errors import CannotTraceError
 
 # Powers of two, so that a step that divides its batch runs; above 2, so that batch norm and pairs do; small, since the
@@ -113,7 +113,7 @@ class Surveyor:
             return found
         with captures_of(unfrozen) as others, contextlib.suppress(CannotTraceError):
             found = replace(found, unfrozen=_predicted(others, unfrozen, known, batch_size))
-        if found.unfrozen is None or found.unfrozen.method == "states":
+        if found.unfrozen is None or found.unfrozen.method in PARTIAL:
             return replace(found, notes=(*found.notes, _NOT_UNFROZEN))
         return found
 
@@ -325,7 +325,6 @@ def _capture_to_compare(program: Program, batch_size: int, terms: Terms) -> Trac
 def _predicted(captures: Captures, program: Program, known: Curve, batch_size: int) -> Curve:
     why_not = dict[str, str]()  # the same happens in several ways: it is reported once
     value_needed = True
-    captures.require(program, batch_size)
     for method in _WAYS:
         if method == "worst-case" and not value_needed:
             continue  # it would fail in the same way
@@ -358,18 +357,25 @@ def _predicted(captures: Captures, program: Program, known: Curve, batch_size: i
 def _stopped(
     captures: Captures, program: Program, known: Curve, batch_size: int, method: Method, reasons: list[str]
 ) -> Curve:
-    """Predict from what was captured until the deadline, and from the size asked for if there is time for that alone.
-
-    Raises:
-        CannotTraceError: nothing was captured.
-    """
-    ran = captures.known(program, method)
-    if method != "real" or (program.is_real_at(batch_size) and _could_run(ran, batch_size)):
-        with contextlib.suppress(CaptureFailedError):
-            capture(program, batch_size, method)
-    traces = captures.known(program, method)
+    """Predict from what was captured until the deadline; if that is no whole step, from what of one was recorded."""
+    with contextlib.suppress(CaptureFailedError):  # it may have ended meanwhile
+        capture(program, batch_size, method)
+    traces, cut = captures.known(program, method), captures.cut(program, batch_size)
+    if cut and cut.batch_size == batch_size and program.batches_per_step:
+        own = cut.like_later(program.batches_per_step)
+        if own is not None:
+            notes = *known.notes, f"{reasons[-1]}: the first step was captured, and later ones are taken to be alike"
+            found = _from(known, method, [replace(own, method=method)], None)
+            return replace(found, scalable=False, notes=notes, stopped=reasons[-1])
     if not traces:
-        raise CannotTraceError("; ".join(reasons))
+        trace = replace(cut or Trace(batch_size, program.device.type, "cut", ()), batch_size=batch_size)
+        phase = trace.events[-1].phase if trace.events else ""
+        stopped = (
+            f"{reasons[-1]}{f' in the {phase} pass of a captured step' if phase in ('forward', 'backward') else ''}"
+        )
+        trace = trace if phase else trace.holding([("parameters", program.held_bytes)])
+        found = replace(known, method="cut", scalable=False, captured={batch_size: (trace,)})
+        return replace(found, notes=(*reasons[:-1], stopped), stopped=stopped)
     growth = None
     if len(traces) > 1:
         with contextlib.suppress(CannotTraceError):
@@ -395,11 +401,11 @@ def _real(captures: Captures, program: Program, known: Curve, batch_size: int) -
         CaptureFailedError: the step raised at the small sizes and at the requested one.
     """
     sizes, variants = _small_sizes(program), VARIANTS[1:3]
-    captures.require(program, sizes[0])  # which tells whether the one asked for can run
     try:
         traces = [capture(program, sizes[0], "real")]
-        captures.require(program, batch_size)
         seconds = traces[0].seconds
+        if program.is_real_at(batch_size) and _could_run(traces, batch_size):
+            _own_first(captures, program, batch_size, "real")
         if 2 * seconds > _TOO_SLOW_SECONDS:
             sizes, variants = sizes[:1], VARIANTS[1:2] if seconds < _TOO_SLOW_SECONDS else ()
         elif seconds * sizes[-1] > _MOST_SECONDS * sizes[0]:
@@ -604,9 +610,10 @@ def _traces_and_growth(
     """Traces at a few sizes, and their growth if they agree."""
     if not scalable:
         return [capture(program, asked, method)], None
-    fourth_size = FAKE_SIZES[3]
+    fourth_size, sizes = FAKE_SIZES[3], FAKE_SIZES[: 2 if captures.foresees or captures.rough else 3]
+    _own_first(captures, program, asked, method)
     try:
-        traces = _all_captured(captures, program, FAKE_SIZES[: 2 if captures.foresees or captures.rough else 3], method)
+        traces = _all_captured(captures, program, sizes, method)
     except CaptureFailedError as error:
         if error.value_needed or isinstance(error, OutOfTimeError):
             raise
@@ -625,6 +632,17 @@ def _traces_and_growth(
         return _grown(program, traces, fourth_size, method)
     except CannotTraceError:
         return traces, None
+
+
+def _own_first(captures: Captures, program: Program, asked: int, method: Method) -> None:
+    """Capture the size asked for before the others, in case time runs out; if it fails there, others are tried."""
+    if not captures.own_first:
+        return
+    try:
+        capture(program, asked, method)
+    except CaptureFailedError as error:
+        if error.value_needed or isinstance(error, OutOfTimeError):
+            raise
 
 
 def _grown(program: Program, traces: list[Trace], fourth_size: int, method: Method) -> tuple[list[Trace], Growth]:

@@ -79,6 +79,11 @@ class Program(ABC):
     def inspect(self, examine: Callable[[nn.Module, str], T]) -> T:
         """Pass a function the module as it trains, and what its owner's code calls it."""
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the parameters; 0 if that is not known."""
+        return 0
+
     @abstractmethod
     def setting(self, name: str, value: str | int) -> str:
         """Return the code that changes a setting of the Trainer, or of the loop in its place."""

@@ -117,7 +117,7 @@ class Recorder(Storages, TorchDispatchMode):
     def mark(self, phase: str, step: int | None = None) -> None:
         """Set the phase of the step, and the number of the step if it changes."""
         if phase == "backward":
-            self._keep_activations()
+            self.keep_activations()
         self.phase = phase
         self._scratch.begin_phase()
         self.module, self.source = "", None
@@ -203,7 +203,7 @@ class Recorder(Storages, TorchDispatchMode):
         if task != self._graph_task:
             if self._graph_task == -1:  # and not a backward pass inside one, as reentrant checkpointing runs
                 self.ran_backward = True
-                self._keep_activations()
+                self.keep_activations()
             self._graph_task = task
         known = fake.known_result(func, args, kwargs)
         if known is not None:

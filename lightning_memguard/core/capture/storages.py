@@ -268,7 +268,7 @@ class Storages:
             if block in self._users:
                 self._wait(block)
 
-    def _keep_activations(self) -> None:
+    def keep_activations(self) -> None:
         """Label blocks that are still held when the backward pass starts as activations, if they have no part yet."""
         for block in self._live.values():
             self._parts.setdefault(block, "activations")

@@ -363,9 +363,9 @@ def sentence_of(decision: Decision) -> str:
     batch = f"the largest of the batches drawn ({footprint.batch})" if footprint.batch else f"batch size {now}"
     if decision.verdict == "unknown":
         least, most = footprint.peak_device_bytes, footprint.most_device_bytes
-        takes = f"Without its activations it takes {share_of(least, budget.usable_bytes)} usable"
-        if not footprint.is_partial:
-            takes = f"It takes {share_of(least, budget.usable_bytes)} usable, or up to {format_bytes(most)}"
+        how = {"cut": "It takes at least", "states": "Without its activations it takes"}.get(footprint.method)
+        takes = f"{how or 'It takes'} {share_of(least, budget.usable_bytes)} usable"
+        takes += "" if how else f", or up to {format_bytes(most)}"
         return f"{batch} is unchanged, and whether it fits is unknown{': ' if reason else ''}{reason}. {takes}."
     because = f"{': ' if decision.outcome == 'tuned' else '; unchanged because '}{reason}" if reason else ""
     if decision.verdict == "does not fit":
@@ -376,7 +376,7 @@ def sentence_of(decision: Decision) -> str:
 
 def _why_it_fits(decision: Decision, batch: str, because: str) -> str:
     (footprint, budget), asked = prediction_of(decision), decision.requested_batch_size
-    fits = f"{batch}{_was(decision)} fits: {share_of(footprint.most_device_bytes, budget.usable_bytes)}"
+    fits = f"{batch}{_was(decision)} fits: {share_of(footprint.most_shown_bytes, budget.usable_bytes)}"
     if decision.outcome == "checked" or (because and decision.outcome != "tuned"):
         return f"{fits}{because}.{_up_to(decision)}"
     size, batches, before = (
@@ -439,7 +439,7 @@ def _why_not(decision: Decision, footprint: Footprint, because: str) -> str:
     would = f", but would with {decision.setting} in the environment" if decision.setting else ""
     if decision.retries:
         return f"does NOT fit with all that the allocator caches{would}: it {retries_words(decision.retries)}{because}"
-    return f"does NOT fit{would}{', even without its activations' if footprint.is_partial else ''}{because}"
+    return f"does NOT fit{would}{', even without its activations' if footprint.method == 'states' else ''}{because}"
 
 
 def retries_words(retries: Retries) -> str:

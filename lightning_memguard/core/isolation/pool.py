@@ -10,7 +10,7 @@ import random
 import signal
 import warnings
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe, wait
 from time import monotonic
@@ -30,7 +30,8 @@ Value = TypeVar("Value")
 MOST_SECONDS = 300.0  # for one request
 SILENT_SECONDS = 30.0  # of the processor, without a sign of life: no operator that a step calls takes so long
 BLOCKED_SECONDS = 10.0  # asleep, without a sign of life
-_BEAT_SECONDS = 1.0
+STOP_SECONDS = 3.0  # for a child that is told to stop, to answer with what it has
+_BEAT_SECONDS = 0.5
 _POLL_SECONDS = 0.2
 # A child takes these from the module.
 _kill, _kill_group = os.kill, getattr(os, "killpg", os.kill)
@@ -48,6 +49,10 @@ class Answer(Generic[Value]):
     here: bool = False
 
 
+class StoppedError(BaseException):
+    """Raised in a child that is told to stop; no `except Exception` of the code that it runs is meant."""
+
+
 class Children(Generic[Request, Value]):
     """Forked children that call a function of one argument; nothing else that it does reaches this process.
 
@@ -62,7 +67,7 @@ class Children(Generic[Request, Value]):
         reaches_out: whether it may write new files and connect to other machines.
         while_waiting: called several times a second while an answer is waited for.
         deadline: returns the moment (of `time.monotonic`) at which all children are ended. Requests without an answer
-            are then lost, and so are new ones.
+            are then lost, and so are new ones; the child at the one that is waited for is told to stop, and may answer.
     """
 
     def __init__(
@@ -86,6 +91,13 @@ class Children(Generic[Request, Value]):
         self._children: list[_Child] = []
         self._waiting: deque[Request] = deque()
         self._answers: dict[Request, Answer[Value]] = {}
+        self._most_used = 0.0
+
+    @property
+    def most_used(self) -> float:
+        """Seconds of the processor that the busiest child has had."""
+        self._most_used = max([self._most_used, *(child.processor_seconds() for child in self._children)])
+        return self._most_used
 
     @property
     def has_children(self) -> bool:
@@ -118,16 +130,30 @@ class Children(Generic[Request, Value]):
             self._waiting.appendleft(request)
         while request not in self._answers:
             if monotonic() > self._deadline():
-                self.close()
-                return Answer(lost="the time was up")
+                self._stop(request)
+                late = self._answers.pop(request, None)
+                return late if late and not late.lost else Answer(lost="the time was up")
             self._wait()
         return self._answers.pop(request)
 
-    def close(self) -> None:
+    def _stop(self, request: Request) -> None:
+        """End the children; the one at this request has a moment to answer."""
+        self._waiting.clear()
+        last = [child for child in self._children if child.is_busy and child.request == request]
+        self.close(but=last)
+        for child in last:
+            child.stop()
+        until = monotonic() + STOP_SECONDS
+        while self._children and request not in self._answers and monotonic() < until:
+            self._wait()
+        self.close()
+
+    def close(self, but: Collection[_Child] = ()) -> None:
         """End the children, whatever they do."""
         self._waiting.clear()
-        while self._children:  # each is ended once, even if Ctrl-C comes while it is waited for
-            self._children.pop().end()
+        for child in [each for each in self._children if each not in but]:
+            self._children.remove(child)  # each is ended once, even if Ctrl-C comes while it is waited for
+            child.end()
 
     def __enter__(self) -> Self:
         return self
@@ -220,13 +246,18 @@ class _Child:
         with contextlib.suppress(BrokenPipeError):  # it has died, which `read` will find
             self._requests.send_bytes(_pickled(request))
 
+    def stop(self) -> None:
+        """Tell it to stop, which it finds at its next sign of life."""
+        with contextlib.suppress(BrokenPipeError):
+            self._requests.send_bytes(b"")
+
     def read(self) -> Answer[Any] | None:
         """Read what it sent: its answer, or a sign of life, some of them with words."""
         try:
             sent = pickle.loads(self.answers.recv_bytes())  # noqa: S301 - from our own child
         except (EOFError, OSError):  # before or within what it sent
             return self._ended()
-        self._awake, self._used = monotonic(), self._processor_seconds()
+        self._awake, self._used = monotonic(), self.processor_seconds()
         self._is_cut_off = True
         if isinstance(sent, Answer):
             return sent
@@ -240,7 +271,7 @@ class _Child:
         now = monotonic()
         if now - self._started > MOST_SECONDS and not self._trusted:
             return Answer(lost=f"it had not ended after {MOST_SECONDS:.0f} s")
-        if self._processor_seconds() - self._used > SILENT_SECONDS and not self._trusted:
+        if self.processor_seconds() - self._used > SILENT_SECONDS and not self._trusted:
             return Answer(lost=f"it went on for {SILENT_SECONDS:.0f} s without calling an operator of torch")
         try:
             is_asleep = psutil.Process(self._process).status() in (psutil.STATUS_SLEEPING, psutil.STATUS_ZOMBIE)
@@ -252,7 +283,8 @@ class _Child:
             return Answer(lost=f"it waited {BLOCKED_SECONDS:.0f} s for something that never came", here=True)
         return None
 
-    def _processor_seconds(self) -> float:
+    def processor_seconds(self) -> float:
+        """Seconds of the processor that it has had."""
         try:
             times = psutil.Process(self._process).cpu_times()
         except psutil.Error:
@@ -320,6 +352,7 @@ def processors() -> int:
 # -- in the child
 
 _beats_to: Connection | None = None  # None in a process whose parent waits for no sign of life
+_asked: Connection | None = None  # where more comes while it works only if it is to stop
 _is_trusted = _reaches_out = False
 _next_beat = 0.0
 
@@ -350,11 +383,14 @@ def is_forked() -> bool:
 
 
 def beat() -> None:
-    """Send a sign of life, if the parent waits for one."""
-    global _next_beat  # noqa: PLW0603
+    """Send a sign of life, if the parent waits for one; raise `StoppedError`, once, if it has said to stop."""
+    global _asked, _next_beat  # noqa: PLW0603
     if _beats_to and monotonic() > _next_beat:
         _next_beat = monotonic() + _BEAT_SECONDS
         tell("")
+        if _asked and _asked.poll():
+            _asked = None
+            raise StoppedError
 
 
 def tell(doing: str) -> None:
@@ -364,8 +400,9 @@ def tell(doing: str) -> None:
 
 
 def _serve(handle: Callable[[Any], Any], requests: Connection, answers: Connection, *, trusted: bool) -> None:
-    global _beats_to, _is_trusted
+    global _asked, _beats_to, _is_trusted  # noqa: PLW0603
     _beats_to, _is_trusted = answers, trusted
+    _asked = None if trusted else requests
     tell("")  # it is cut off
     while True:
         try:

@@ -16,7 +16,7 @@ from lightning_memguard.core.replay.seconds import Timing
 from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.core.replay.snapshot import save_snapshot
 from lightning_memguard.core.shown import Shown
-from lightning_memguard.core.trace.trace import OPTIONAL_PARTS, PARTS, WAITS, Event, Method, Trace
+from lightning_memguard.core.trace.trace import OPTIONAL_PARTS, PARTIAL, PARTS, WAITS, Event, Method, Trace
 from lightning_memguard.errors import MemGuardError
 from lightning_memguard.units import format_bytes
 
@@ -199,9 +199,15 @@ class Footprint(Shown):
         return any(doubt.kind in ("unchecked", "one draw") for doubt in self.doubts)
 
     @property
+    def most_shown_bytes(self) -> int:
+        """The most bytes on the device, for people: the likely ones if a deadline left a bound that says nothing."""
+        most = self.most_device_bytes
+        return self.peak_device_bytes if self.is_cut and most > _SAYS_NOTHING * self.peak_device_bytes else most
+
+    @property
     def is_partial(self) -> bool:
-        """Whether the step could not be run: its activations are unknown, and the peak is more than predicted."""
-        return self.method == "states"
+        """Whether the step could not be run, or not to its end: the peak is more than predicted."""
+        return self.method in PARTIAL
 
     @property
     def outside_bytes(self) -> int:
@@ -277,6 +283,9 @@ class Footprint(Shown):
     def largest_part(self) -> str:
         """Name of the part with most bytes at the peak."""
         return max(self.parts, key=lambda part: self.parts[part]) if self.parts else ""
+
+
+_SAYS_NOTHING = 4  # times as much
 
 
 def footprint(trace: Trace, settings: AllocatorSettings, context_bytes: Range[int] = NOTHING) -> Footprint:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, cast
@@ -17,15 +18,18 @@ from lightning_memguard.units import MIB
 
 Action = Literal["alloc", "free"]
 
-Method = Literal["compiled", "fake", "worst-case", "sampled", "real", "states"]
+Method = Literal["compiled", "fake", "worst-case", "sampled", "real", "cut", "states"]
 """How a trace was obtained, best first.
 
 ``compiled``: the step ran on fake tensors as torch.compile compiles it. ``fake``: the step ran on fake tensors, all of
 it as written. ``worst-case``: the same, and an operator whose result depends on values was given its largest result.
 ``sampled``: the same, and such an operator was given a result as large as real batches had. ``real``: the step ran on
-real batches, on a copy. ``states``: no step could be run; only parameters, buffers, gradients and optimizer state are
-known.
+real batches, on a copy. ``cut``: the step was stopped as time was up; it takes at least what was recorded. ``states``:
+no step could be run; only parameters, buffers, gradients and optimizer state are known.
 """
+
+PARTIAL: tuple[Method, ...] = ("cut", "states")
+"""Methods that tell only part of what a step takes."""
 
 PARTS = ("parameters", "buffers", "gradients", "optimizer_state", "activations", "batch", "temporaries", "workspaces")
 """Purposes of a block of memory. ``workspaces`` is scratch that a kernel allocates and frees inside one operator."""
@@ -203,6 +207,31 @@ class Trace:
     def holding(self, blocks: Collection[tuple[str, int]]) -> Trace:
         """The trace with blocks, by part and bytes, that the run has on its device throughout."""
         return self._with_blocks(self.held_at, blocks)
+
+    def like_later(self, batches: int) -> Trace | None:
+        """Return a step like the first, that finds what it leaves; None if its ``batches`` were not recorded whole.
+
+        Gradients are there until the backward pass begins; at least they are not, and at most they stay.
+        """
+        events = [event for event in self.events if event.step < batches]
+        if len(events) == len(self.events):
+            return None
+        left = {event.block: event for event in events if event.action == "alloc"}
+        for event in events:
+            if event.action == "free":
+                left.pop(event.block, None)
+        states, gradients = (
+            [each for each in left.values() if each.part == part] for part in ("optimizer_state", "gradients")
+        )
+        first = 1 + max((event.block for event in events), default=0)
+        there = [each._replace(block=first + place) for place, each in enumerate(gradients)]
+        found = [each._replace(case=case) for case in ("point", "high") for each in there]
+        made = {each.block for each in states}
+        rest = [event for event in events if event.block not in made]
+        begins = next((place for place, event in enumerate(rest) if event.phase == "backward"), len(rest))
+        freed = [each._replace(action="free") for each in found if each.case == "point"]
+        held = rest[: self.held_at], states, found, rest[self.held_at : begins], freed, rest[begins:]
+        return replace(self, events=tuple(itertools.chain(*held)), kernels=(), scratch_spans=())
 
     def _with_blocks(self, place: int, blocks: Collection[tuple[str, int]]) -> Trace:
         if not blocks:

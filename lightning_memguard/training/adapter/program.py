@@ -12,7 +12,7 @@ import contextlib
 import copy
 import functools
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -71,6 +71,12 @@ class LightningProgram(LightningStep):
             return isolated(lambda: self._inspect_copy(examine))
         except CaptureFailedError:
             return examine(self.module, "self")
+
+    @property
+    @override
+    def held_bytes(self) -> int:
+        parameters: Iterable[Any] = () if self.layout else self.module.parameters()  # ranks that shard have a part
+        return sum(each.nbytes for each in parameters if not nn.parameter.is_lazy(each))
 
     def _inspect_copy(self, examine: Callable[[nn.Module, str], T]) -> T:
         found: list[T] = []

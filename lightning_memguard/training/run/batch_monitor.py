@@ -123,6 +123,8 @@ class BatchWatch:
 
     def predict(self, batch: object) -> Larger | None:
         """Predict a step on the batch at hand; None if it needs no more than is known, or cannot be predicted."""
+        if self.prediction.curve.method == "cut":  # a capture takes too long
+            return None
         return attempt(lambda: self._predicted(batch)).value
 
     def _predicted(self, batch: object) -> Larger | None:

@@ -147,11 +147,12 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
             ranks comes as close to it as it can without passing it, with the largest batches that fit. ``None``: the
             accumulation stays as it is.
         max_setup_seconds: how long predictions may take before the run starts. After that, the decision is made from
-            what is known, with a range and a note, or the run is not tuned; a batch shrinks only if even the least
-            does not fit. ``"auto"``: a fifth of what the run is predicted to take, at least 5 seconds and at most 60,
-            or 15 before steps of less than half a second; at the loader's own batch size, the step is captured
-            whatever time that takes, up to 60, and so are all for ``"largest"``, ``"fastest"`` and a number of
-            ``keep_effective_batch_size``. ``None`` for as long as it takes.
+            what is known, with a range and a note: the loader's own batch size, which is captured first, and of a step
+            that was stopped what it takes at least. A batch shrinks only if even the least does not fit, and the run is
+            measured and watched as any other. ``"auto"``: a fifth of what the run is predicted to take, at least 5
+            seconds of the processor and at most 60, or 15 before steps of less than half a second; 60 for
+            ``"largest"``, ``"fastest"`` and a number of ``keep_effective_batch_size``. ``None`` for as long as it
+            takes.
         offload: what becomes of a training batch that will not fit. ``"if_needed"``: its step runs whole, once, and
             keeps the activations that exceed the device in host memory until its backward pass: the same operators on
             the same tensors, slower by the transfers. ``"always"``: each step does, which lets larger batches fit.

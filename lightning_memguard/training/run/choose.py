@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -40,7 +40,7 @@ from lightning_memguard.training.run.profile import (
     read_run,
 )
 from lightning_memguard.training.run.progress import SetupLine
-from lightning_memguard.training.run.setup_seconds import LEAST_SECONDS, setup_seconds
+from lightning_memguard.training.run.setup_seconds import LEAST_SECONDS, MOST_IF_FAST, setup_seconds
 from lightning_memguard.training.strategies.no_collectives import no_collectives
 from lightning_memguard.units import format_bytes
 
@@ -82,9 +82,11 @@ class Planner:
 
     def __init__(self, settings: GuardSettings, known: RunReader | RunProfile, line: SetupLine) -> None:
         self._settings, self._line = settings, line
-        self._started = time.monotonic()
+        self._started, self._used_before = time.monotonic(), time.process_time()
+        self._begun = self._started  # with the captures, once the data is read, which may take long
         self._deadline = self._started + settings.most_setup_seconds
         self._most_seconds: float | None = None  # of a survey, once that is known
+        self._was_hurried = False  # whether a survey has ended early because it had taken its share of the run
         self._threads = torch.get_num_threads()  # a child has one
         self._reader = known if isinstance(known, RunReader) else None
         self._reading: Reading | None = None
@@ -176,6 +178,8 @@ class Planner:
 
     def _work(self, asked: RunProfile | str) -> object:
         """Answer in the child: with a choice from what is known, with that itself, or with the reading of the run."""
+        if is_forked():
+            self._used_before = 0.0
         if isinstance(asked, RunProfile):
             return attempt(lambda: self._choose_from(asked))
         return self._read() if asked == _READ else attempt(self._handed_profile)
@@ -191,31 +195,38 @@ class Planner:
             programs = [run.program, *([evaluation.program] if evaluation else [])]
             programs = [each for program in programs for each in program.kinds or (program,)]
             next_size = self._reading.next_size if self._reading else None
-            captures = Captures(*programs, next_size=next_size, deadline=self._deadline, soon=self._soon)
+            asked = self._reading.request_of("") if self._reading else None
+            own_first = asked is not None and bool(asked.kept_by or not asked.free_to_choose)
+            until: dict[str, Any] = {"deadline": self._deadline, "soon": self._soon}
+            captures = Captures(*programs, next_size=next_size, own_first=own_first, **until)
             self._captures = self._open.enter_context(captures)
+            self._begun = time.monotonic()
         if self._profile is None and self._reading is not None:
             self._profile = profile_of(self._reading, self._captures)
-            if self._was_hurried and not self._profile.fits_as_set:  # more captures may show that it does, or what does
+            if self._was_hurried and self._settings.mode == "tune" and self._profile.exceeds_as_set:
+                # more captures may show what fits
                 self._most_seconds = math.inf
                 self._profile = profile_of(self._reading, self._captures)
         return cast("RunProfile", self._profile)
 
-    def _soon(self, traces: Sequence[Trace]) -> float:
-        """The moment at which the survey has taken its share of the run; most end before it has to be worked out."""
-        is_early = time.monotonic() < self._started + LEAST_SECONDS
-        if self._most_seconds is None and (is_early or not traces or not self._settings.hurries):
-            return math.inf
-        if self._most_seconds is None:
-            size = self._reading.batch_size if self._reading else cast("RunProfile", self._profile).request.batch_size
-            speed = attempt(lambda: self._speed or speed_here(self._gpu, self._threads)).value
-            known = attempt(lambda: setup_seconds(traces, self._known_run, size, speed)).value
-            self._most_seconds = math.inf if known is None else known
-        return self._started + self._most_seconds
+    def _soon(self, traces: Sequence[Trace], used: float) -> float:
+        """The moment at which the survey has taken its share of the run; most end before it has to be worked out.
 
-    @property
-    def _was_hurried(self) -> bool:
-        """Whether a survey has ended early because it had taken its share of the run."""
-        return self._most_seconds is not None and time.monotonic() > self._started + self._most_seconds
+        Seconds are the processor's, ``used`` by a child and by this process, as a busy machine delays the run as well.
+        """
+        now, spent, most = time.monotonic(), time.process_time() - self._used_before + used, self._most_seconds
+        is_early = spent < LEAST_SECONDS and now < self._started + MOST_IF_FAST
+        if not self._settings.hurries or (most is None and is_early):
+            return math.inf
+        if most is None:
+            size = self._reading.batch_size if self._reading else cast("RunProfile", self._profile).request.batch_size
+            speed = attempt(lambda: self._speed or speed_here(self._gpu, self._threads)).value if traces else None
+            known = attempt(lambda: setup_seconds(traces, self._known_run, size, speed, used)).value
+            most = math.inf if known is None else known
+            self._most_seconds = most if traces else None
+        until = min(now + most - spent, max(self._started + max(most, MOST_IF_FAST), self._begun + LEAST_SECONDS))
+        self._was_hurried = self._was_hurried or until < now
+        return until
 
     def _choose_from(self, known: RunProfile) -> Choice:
         self._captured_profile()  # with its captures open

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from lightning_memguard.core.decision.decision import Decision
 from lightning_memguard.core.device.malloc import KEPT_FREED_RATIO, LARGEST_IN_HEAP_BYTES
-from lightning_memguard.core.trace.trace import WORTH_A_NOTE, Event
+from lightning_memguard.core.trace.trace import PARTIAL, WORTH_A_NOTE, Event
 from lightning_memguard.training.data.loaders import batches_taken
 from lightning_memguard.training.run.profile import RunProfile
 from lightning_memguard.units import format_bytes
@@ -67,7 +67,7 @@ def _note(nbytes: int, *, next_to_a_checkpoint: bool) -> str:
 
 def _in_heap(profile: RunProfile, batch_size: int) -> Iterator[Event]:
     """The events of a step's blocks that may come to lie in the heap."""
-    if sys.platform == "linux" and profile.prediction.method != "states":
+    if sys.platform == "linux" and profile.prediction.method not in PARTIAL:
         for event in profile.prediction.trace_at(batch_size).only("high").events:
             if event.nbytes <= LARGEST_IN_HEAP_BYTES and event.part not in _THERE_BEFORE:
                 yield event

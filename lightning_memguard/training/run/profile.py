@@ -20,7 +20,7 @@ from lightning_memguard.core.capture.curve import Curve, Terms
 from lightning_memguard.core.capture.holders import tensors_of
 from lightning_memguard.core.capture.predict import Prediction, Surveyor, predict_largest
 from lightning_memguard.core.capture.recorder import part_bytes
-from lightning_memguard.core.decision.decision import Budget, HostUse, LimitedBy, Request, decide, largest_that
+from lightning_memguard.core.decision.decision import Budget, HostUse, LimitedBy, Request, decide, largest_that, verdict
 from lightning_memguard.core.device.budget import read_budget
 from lightning_memguard.core.device.process import process_bytes
 from lightning_memguard.core.gpus import Gpu
@@ -34,7 +34,8 @@ from lightning_memguard.core.simulation.fake_cuda import gpu_of
 from lightning_memguard.core.torch_port import AnyBatchNorm
 from lightning_memguard.core.trace.growth import grow
 from lightning_memguard.core.trace.kept import Kept, fit_kept
-from lightning_memguard.core.trace.trace import OPTIONAL_PARTS, WORTH_A_NOTE, Note, Trace
+from lightning_memguard.core.trace.trace import OPTIONAL_PARTS, PARTIAL, WORTH_A_NOTE, Note, Trace
+from lightning_memguard.errors import CannotTraceError
 from lightning_memguard.training.adapter import callbacks
 from lightning_memguard.training.adapter.epoch_end import runs_here
 from lightning_memguard.training.adapter.program import LightningProgram
@@ -228,10 +229,10 @@ class RunProfile:
         return replace(self, prediction=self.prediction.on_terms(learned=learned))
 
     @property
-    def fits_as_set(self) -> bool:
-        """Whether the run is known to fit at its own batch size."""
-        asked = attempt(lambda: self.footprint_at(self.request.batch_size).most_device_bytes)
-        return asked.value is not None and asked.value <= self.budget.usable_bytes
+    def exceeds_as_set(self) -> bool:
+        """Whether the run is not known to fit at its own batch size, and is likely not to."""
+        asked = attempt(lambda: verdict(self.footprint_at(self.request.batch_size), self.budget))
+        return asked.value in (None, "does not fit")
 
     def accumulating(self) -> RunProfile:
         """Return the profile of the run if it accumulates gradients, which its step keeps from batch to batch."""
@@ -239,6 +240,8 @@ class RunProfile:
         if run is self.run:
             return self
         step = Surveyor(run.program).survey(self.request.batch_size, self.prediction.terms)
+        if step.method == "cut":
+            raise CannotTraceError(step.stopped)
         if validation is not None:
             validation = replace(validation, prediction=_next_to(step, run, validation.prediction))
         return replace(self, run=run, prediction=step, validation=validation)
@@ -623,6 +626,8 @@ def profile_of(reading: Reading, captures: Captures) -> RunProfile:
     """
     run, size = reading.run, reading.batch_size
     evaluation = run.evaluation.value
+    if captures.own_first and not run.program.kinds:
+        captures.start(run.program, size, "fake")
     if evaluation and not evaluation.program.kinds:
         captures.start(evaluation.program, evaluation.batch_size, "fake")
     fixed = run.loader_info.fixed_because
@@ -634,7 +639,7 @@ def profile_of(reading: Reading, captures: Captures) -> RunProfile:
     notes: tuple[str, ...] = ()
     if validation.reason:
         notes = (Note("no validation", f"validation was not predicted: {validation.reason}"),)
-    if validation.value and validation.value.prediction.method == "states":
+    if validation.value and validation.value.prediction.method in PARTIAL:
         why = "; ".join(validation.value.prediction.notes)
         notes = (Note("no validation", f"the memory of validation's activations is unknown: {why}"),)
     computing = callbacks.hooks_that_compute(run.facts.callbacks, but=partial(runs_here, module=run.program.module))
@@ -715,8 +720,8 @@ def _checkpoint_bytes(run: Run, training: Curve, saved: Sequence[str], unsaved: 
 
 def _why_one_size(prediction: Curve, *, asked: bool) -> str:
     """Why a step's memory is known at one batch size or at none; empty if others were not ``asked`` for."""
-    if prediction.method == "states":
-        return "; ".join(prediction.notes) or "the step could not be run"
+    if prediction.method in PARTIAL:
+        return prediction.stopped or "; ".join(prediction.notes) or "the step could not be run"
     if not asked:
         return ""
     sizes = ", ".join(map(str, prediction.surveyed))

@@ -86,5 +86,5 @@ def _curve(profile: RunProfile, decision: Decision) -> Sequence[CurvePoint]:
 
 def _layers(profile: RunProfile, batch_size: int) -> LayerTable | None:
     program = profile.run.program
-    known = profile.prediction.method in ("fake", "worst-case", "sampled")
+    known = profile.prediction.method in ("fake", "worst-case", "sampled") and not profile.prediction.stopped
     return isolated(lambda: program.layer_table(batch_size)) if known else None

@@ -10,22 +10,34 @@ from lightning_memguard.core.replay.seconds import Speed, Timing
 from lightning_memguard.core.trace.trace import Trace
 from lightning_memguard.core.trace.work import WorkAt, groups_of
 from lightning_memguard.training.data.loaders import batches_taken
+from lightning_memguard.training.facts.lightning_types import is_a
 
 if TYPE_CHECKING:
     from lightning_memguard.training.run.profile import Run
 
 LEAST_SECONDS = 5.0  # for the shortest run; most surveys are complete by then
 _SHARE = 0.2  # of what the run is predicted to take
-_FAST_SECONDS, _MOST_IF_FAST = 0.5, 15.0  # of a step, and of setup before steps that are faster
+_FAST_SECONDS, MOST_IF_FAST = 0.5, 15.0  # of a step, and of setup before steps that are faster
+_MOST_TIMES = 90  # as long as its step takes a capture of two: 270 instead of 6 us an operator that computes little
+_OF_A_STEP = 1 / 3  # takes a validation step
 
 
-def setup_seconds(traces: Sequence[Trace], run: Run, batch_size: int, speed: Speed | None) -> float:
-    """Seconds that a survey may take: a share of its run's; infinity if neither is known."""
-    step = _step_seconds(traces, batch_size, speed)
+def setup_seconds(
+    traces: Sequence[Trace], run: Run, batch_size: int, speed: Speed | None, capture_seconds: float = 0.0
+) -> float:
+    """Seconds that a survey may take: a share of its run, whose step takes at least a share of a capture."""
+    step = _step_seconds(traces, batch_size, speed) if traces else capture_seconds / _MOST_TIMES
     if step is None:
         return math.inf
-    most = _MOST_IF_FAST if step < _FAST_SECONDS else math.inf
-    return max(LEAST_SECONDS, min(_SHARE * step * _batches(run, batch_size), most))
+    most = MOST_IF_FAST if step < _FAST_SECONDS else math.inf
+    seconds = min(step * _batches(run, batch_size), _max_time(run))
+    return max(LEAST_SECONDS, min(_SHARE * seconds, most))
+
+
+def _max_time(run: Run) -> float:
+    """Seconds until a Timer ends the run, as ``max_time`` sets one."""
+    timers = (each for each in getattr(run.program.trainer, "callbacks", ()) if is_a(each, "Timer"))
+    return min(filter(None, (timer.time_remaining() for timer in timers)), default=math.inf)
 
 
 def _step_seconds(traces: Sequence[Trace], batch_size: int, speed: Speed | None) -> float | None:
@@ -41,9 +53,14 @@ def _step_seconds(traces: Sequence[Trace], batch_size: int, speed: Speed | None)
 
 
 def _batches(run: Run, batch_size: int) -> float:
-    """Batches of all epochs; infinity if there is no end."""
-    trainer, batches = run.program.trainer, batches_taken(run.facts, run.loader_info, batch_size)
+    """Batches of all epochs, and those of its validation for their share; infinity if there is no end."""
+    trainer, validated = run.program.trainer, 0.0
+    batches = batches_taken(run.facts, run.loader_info, batch_size)
+    info, evaluation = run.validation_info, run.evaluation.value
+    if info is not None and evaluation is not None:
+        often = run.facts.check_val_every_n_epoch or 1
+        validated = _OF_A_STEP * (batches_taken(run.facts, info, evaluation.batch_size) or 0) / often
     epochs = trainer.max_epochs if run.program.trains else 1
     steps = trainer.max_steps * run.facts.accumulate_grad_batches if run.program.trains else -1
-    in_epochs = math.inf if batches is None or epochs is None or epochs < 0 else batches * epochs
+    in_epochs = math.inf if batches is None or epochs is None or epochs < 0 else (batches + validated) * epochs
     return in_epochs if steps < 0 else min(in_epochs, steps)

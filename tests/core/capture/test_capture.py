@@ -115,11 +115,15 @@ def test_traces_that_were_sent_grow_alike(where: str, n: int) -> None:
 
 def test_what_was_captured_is_not_captured_again(here: None, monkeypatch: pytest.MonkeyPatch) -> None:
     ran = []
-    monkeypatch.setattr(capture_module, "capture_here", lambda _, size, *rest, **__: ran.append(size) or f"at {size}")
+
+    def trace_of(size: int) -> Trace:
+        return Trace(size, "cpu", "fake", ())
+
+    monkeypatch.setattr(capture_module, "capture_here", lambda _, size, *rest, **__: ran.append(size) or trace_of(size))
     program = words("cpu")
     with Captures(program) as captures:
         captures.start(program, 4, "fake")
-        assert [captures.trace(program, size, "fake") for size in (4, 8, 4)] == ["at 4", "at 8", "at 4"]
+        assert [captures.trace(program, size, "fake").batch_size for size in (4, 8, 4)] == [4, 8, 4]
     assert ran == [4, 8]
 
 

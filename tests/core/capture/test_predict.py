@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 import random
 import threading
@@ -20,13 +21,16 @@ from torch import nn
 from lightning_memguard.core import gpus
 from lightning_memguard.core.batch.batches import Batches, batches_from_one
 from lightning_memguard.core.capture import capture as capturing
-from lightning_memguard.core.capture.capture import FIRST, Captures
+from lightning_memguard.core.capture import recorder
+from lightning_memguard.core.capture.capture import FIRST, Captures, capture_here
 from lightning_memguard.core.capture.predict import Prediction, StepFailsError, capture, predict
 from lightning_memguard.core.capture.program import LoopProgram
 from lightning_memguard.core.isolation import pool
+from lightning_memguard.core.isolation.pool import StoppedError
 from lightning_memguard.core.range import Range
+from lightning_memguard.core.replay.footprint import footprint
 from lightning_memguard.core.replay.settings import AllocatorSettings
-from lightning_memguard.core.trace.trace import WORTH_A_NOTE
+from lightning_memguard.core.trace.trace import WORTH_A_NOTE, Trace
 from lightning_memguard.errors import CannotTraceError, MemGuardError
 
 CPU = torch.device("cpu")
@@ -826,30 +830,70 @@ def test_real_steps_that_the_deadline_leaves_out_at_the_size_asked_for_do_not_fa
     assert "extrapolated from batch size" in " ".join(found.notes)
 
 
-def test_nothing_is_predicted_if_nothing_was_captured_until_the_deadline(time_is_up: Callable[..., int]) -> None:
+def test_if_nothing_was_captured_until_the_deadline_nothing_but_that_is_known(
+    time_is_up: Callable[..., int],
+) -> None:
     program = program_of()
     with until_deadline(program):
         time_is_up()
-        with pytest.raises(CannotTraceError, match=r"^time was up \(max_setup_seconds\)$"):
-            predict(program, 64, EXACT)
+        prediction = predict(program, 64, EXACT)
+    found = prediction.footprint_at(64)
+    assert (found.method, found.is_partial) == ("cut", True)
+    assert prediction.curve.stopped == "time was up (max_setup_seconds)"
 
 
 def test_once_time_is_short_a_step_is_captured_at_the_size_asked_for_and_nowhere_else(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Value by value, too: how a step grows, and what other values change, is left out with a note."""
+    """Value by value, too, after a small size: how it grows, and what other values change, is left out with a note."""
     monkeypatch.setattr(pool, "processors", lambda: 1)  # two children may answer at once
 
     def reading(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         return plain(model, x) if x.sum().item() > 0 else model(x).mean()
 
-    for step, method in ((plain, "fake"), (reading, "real")):
+    for step, method, first in ((plain, "fake", 1), (reading, "real", 2)):
         program = program_of(step)
-        with Captures(program, soon=lambda traces: -1.0 if traces else monotonic() + 900):
+        with Captures(
+            program, own_first=True, soon=lambda traces, _, first=first: math.inf if len(traces) < first else -1.0
+        ):
             prediction = predict(program, 16, EXACT)
             found = prediction.footprint_at(16)
             assert prediction.footprint_at(64).is_cut
         assert (found.method, found.peak_allocated_bytes) == (method, peak(16))
         assert 16 in prediction.curve.proven_sizes
-        assert len(prediction.curve.proven_sizes) == 2, "the first, and the one asked for"
+        assert len(prediction.curve.proven_sizes) <= 2, "the one asked for, and at most another"
         assert any("time was up (max_setup_seconds)" in note for note in found.notes)
+
+
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adam])
+def test_wherever_a_capture_is_stopped_it_tells_the_least_or_a_later_step(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In its first optimizer step the least that it takes; after that, later steps are like the first."""
+    model = nn.Sequential(nn.Linear(4, 64), nn.ReLU(), nn.Linear(64, 8))
+    program = program_of(model=model, optimizer=make)
+    ran = list[int]()
+
+    def capture_until(operator: int) -> Trace:
+        def beat() -> None:
+            ran.append(operator)
+            if len(ran) == operator:
+                raise StoppedError
+
+        ran.clear()
+        monkeypatch.setattr(recorder, "beat", beat)
+        return capture_here(program, 16, "fake", later=False)
+
+    whole = footprint(capture_until(0), EXACT)
+    operators, later = len(ran), 0
+    for place in range(1, operators, max(1, operators // 6)):
+        cut = capture_until(place)
+        assert cut.method == "cut"
+        like = cut.like_later(1)
+        found = footprint(like or cut, EXACT)
+        assert found.peak_allocated_bytes <= whole.peak_allocated_bytes
+        if like is not None:
+            later += 1
+            assert found.peak_allocated_bytes == whole.peak_allocated_bytes
+            assert found.lowest.allocated_bytes <= whole.peak_allocated_bytes <= found.highest.allocated_bytes
+    assert later > 1

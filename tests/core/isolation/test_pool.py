@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from lightning_memguard.core.isolation import pool as pool_module
-from lightning_memguard.core.isolation.pool import Answer, Children, beat, can_fork, in_child
+from lightning_memguard.core.isolation.pool import Answer, Children, StoppedError, beat, can_fork, in_child
 from tests.forks import run_program
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
@@ -132,6 +132,32 @@ def test_after_its_deadline_a_pool_keeps_what_is_known_and_begins_nothing() -> N
         pool.start(1)
         assert pool.answer(1).lost == "the time was up"
         assert not pool.has_children
+
+
+@pytest.mark.usefixtures("short_limits")
+def test_a_child_that_is_stopped_may_answer_with_what_it_has() -> None:
+    """It is told once; what it does about that is up to it, for as long as it has to answer."""
+
+    def work(number: int) -> int:
+        try:
+            while True:
+                beat()
+        except StoppedError:
+            beat()
+            if number > 1:
+                raise
+            return number
+
+    with Children[int, int](work, most=2) as pool:
+        pool.start(0, 1)
+        pool._deadline = lambda: 0.0
+        assert pool.answer(1).value == 1
+        assert not pool.has_children
+        assert pool.answer(0).lost == "the time was up"
+    with Children[int, int](work, most=1) as pool:
+        pool.start(2)
+        pool._deadline = lambda: 0.0
+        assert pool.answer(2).lost == "the time was up"
 
 
 @pytest.mark.usefixtures("short_limits")

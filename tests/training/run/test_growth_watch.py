@@ -163,11 +163,13 @@ class Keeping(pl.Callback):
     ("kept_bytes", "settings"),
     [(16 * MIB, {"max_epochs": 8}), (0, {"max_epochs": 8}), (16 * MIB, {"max_epochs": -1, "max_steps": 30})],
 )
+@pytest.mark.parametrize("most_seconds", ["auto", 0.001])
 def test_a_real_run_is_warned_once_of_what_grows(
-    trainer: Any, small: Any, dataset: Any, kept_bytes: int, settings: dict[str, int]
+    trainer: Any, small: Any, dataset: Any, kept_bytes: int, settings: dict[str, int], most_seconds: Any
 ):
+    """Whether or not there was time for a prediction."""
     held = [torch.empty(kept_bytes, dtype=torch.uint8) for _ in range(64)]  # takes holes of earlier tests
-    guard = MemGuard(mode="check", budget="96MiB")
+    guard = MemGuard(mode="check", budget="96MiB", max_setup_seconds=most_seconds)
     fit = trainer(Keeping(kept_bytes), guard, **settings)
     data = torch.utils.data.DataLoader(dataset, batch_size=10)
     with warnings.catch_warnings(record=True) as said:

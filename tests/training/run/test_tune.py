@@ -9,6 +9,7 @@ import warnings
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import pytorch_lightning as pl
@@ -116,9 +117,21 @@ def test_ctrl_c_goes_on_without_a_prediction_once_that_was_offered(
 def test_setup_ends_in_time_and_uses_what_it_knows_then(
     trainer: Any, small: Any, dataset: TensorDataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The run is measured and watched all the same, and an error of memory is explained."""
     guard = MemGuard(max_setup_seconds=0.001)
-    with pytest.warns(UserWarning, match=r"did not tune this run: .*time was up \(max_setup_seconds\)"):
-        trainer(guard).fit(small(), DataLoader(dataset, batch_size=10))
+    with pytest.warns(
+        UserWarning, match=r"whether it fits is unknown: time was up \(max_setup_seconds\). It takes at le"
+    ):
+        trainer(guard).fit(module := small(), DataLoader(dataset, batch_size=10))
+    (record,) = guard.records
+    assert record.predicted.peak_allocated_bytes == sum(each.nbytes for each in module.parameters())
+    assert record.measured.peak_bytes > record.predicted.peak_allocated_bytes
+    assert (guard.decision.batch_size, guard.decision.outcome, record.has_error) == (10, "kept", False)
+    module.on_train_batch_end = mock.Mock(side_effect=MemoryError)
+    with pytest.raises(MemoryError) as raised, pytest.warns(UserWarning, match="time was up"):
+        trainer(guard).fit(module, DataLoader(dataset, batch_size=10))
+    if sys.version_info >= (3, 11):
+        assert "MemGuard predicted at least" in "".join(raised.value.__notes__)
     with pytest.raises(MemGuardError, match="max_setup_seconds=0 is no time"):
         MemGuard(max_setup_seconds=0)
 
