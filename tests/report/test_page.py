@@ -28,6 +28,7 @@ from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.core.replay.timeline import Timeline, timeline_of
 from lightning_memguard.core.trace.trace import OPTIONAL_PARTS, PARTS, Event, Trace
 from lightning_memguard.errors import MemGuardError
+from lightning_memguard.report import charts
 from lightning_memguard.report.page import Page, write_report
 from lightning_memguard.report.page_data import CurvePoint, Report, curve_of
 from lightning_memguard.units import GIB, KIB, MIB
@@ -183,6 +184,11 @@ def test_every_phase_keeps_its_highest_moment():
 
 def test_where_the_step_does_not_fit_it_is_shown_all_the_same():
     assert timeline_of(STEP, replace(CUDA, capacity_bytes=30 * MIB)) == timeline_of(STEP, CUDA)
+
+
+def test_a_trace_of_a_single_event_is_drawn():
+    alone = Trace(1, "cpu", "cut", (Event("alloc", 0, 64, "parameters"),))
+    assert "<svg" in charts.timeline(timeline_of(alone, CPU))
 
 
 def test_a_trace_without_events_has_a_timeline_without_columns():

@@ -47,7 +47,7 @@ T = TypeVar("T")
 MOST_SAMPLES = 4096  # spread evenly over what the sampler gives, from end to end
 MOST_SECONDS = 1.0  # after which it is enough, once LEAST_SAMPLES were drawn
 LEAST_SAMPLES = 16
-SLOW_SECONDS = 5.0  # after which fewer have to be enough
+SLOW_SECONDS = 5.0  # after which fewer, two at least, have to be enough
 _MOST_INDICES = 1 << 20  # how much of a sampler's order is read to spread them over
 _AT_ONCE = 64  # what a dataset that fetches many samples at once is asked for
 _BEYOND = "a larger one may take more, and a warning names a batch that is predicted to exceed it"
@@ -261,7 +261,7 @@ def _largest_samples(loader: DataLoader[Any], unit: int, factor: int) -> LoaderS
     for index, item in zip(indices, _read(loader, indices), strict=False):
         largest.add(item, index)
         seconds = time.monotonic() - started
-        if stopped := seconds > (MOST_SECONDS if largest.seen >= LEAST_SAMPLES else SLOW_SECONDS):
+        if stopped := largest.seen > 1 and seconds > (MOST_SECONDS if largest.seen >= LEAST_SAMPLES else SLOW_SECONDS):
             break
     if not largest.seen:
         raise largest.failure or CannotTraceError("the dataset is empty: there is no sample to predict from")

@@ -131,6 +131,7 @@ def test_packed_traces_are_the_same_in_less_memory() -> None:
     traces = {size: in_this_process(words("cpu"), size) for size in (4, 8)}
     packed = PackedTraces(traces)
     assert dict(packed) == traces
+    assert PackedTraces.of(packed) is packed
     assert (list(packed), len(packed), 5 in packed) == ([4, 8], 2, False)
     assert len(pickle.dumps(packed)) < len(pickle.dumps(traces)) / 3
 

@@ -328,10 +328,15 @@ def test_slow_data_is_drawn_from_end_to_end_too(monkeypatch: pytest.MonkeyPatch)
     assert drawn.note.startswith("predicted for the largest of 21 samples; a larger one")
 
 
-def test_however_slow_the_data_sixteen_samples_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("slow_seconds", "count"), [(60.0, 16), (-1.0, 2)])
+def test_of_slow_data_sixteen_samples_are_drawn_and_fewer_if_they_take_seconds(
+    slow_seconds: float, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(samples, "MOST_SECONDS", -1.0)
+    monkeypatch.setattr(samples, "SLOW_SECONDS", slow_seconds)
     drawn = draw(DataLoader(Lengths(1000), batch_size=2, collate_fn=pad))
-    assert drawn.note.startswith("predicted for the largest of 16 samples; a larger one")
+    assert drawn.note.startswith(f"predicted for the largest of {count} samples; a larger one")
+    assert drawn.batches.fake(2).shape[0] == 2
 
 
 def test_a_sampler_that_draws_again_each_epoch_is_predicted_on_all_it_draws_from() -> None:
