@@ -11,7 +11,7 @@ from lightning_memguard.core.capture.curve import Curve, Terms
 from lightning_memguard.core.capture.predict import Surveyor
 from lightning_memguard.core.capture.program import Program
 from lightning_memguard.core.replay.epoch import Shape
-from lightning_memguard.core.trace.growth import Growth, grow
+from lightning_memguard.core.trace.growth import Growth, grow, same_kernels
 from lightning_memguard.core.trace.lengths import LEAST_LENGTHS, ShapeGrowth, grow_by_length
 from lightning_memguard.core.trace.scratch import up
 from lightning_memguard.core.trace.trace import Trace
@@ -173,7 +173,7 @@ class ShapeSurveyor:
             raise CannotTraceError(f"at length {length} {error}") from error
         if len(traces) > 1:
             return grow(traces)
-        return Growth(traces[0], self.sizes, {}, {}, tuple(range(len(traces[0].kernels))))
+        return Growth(traces[0], self.sizes, {}, {}, same_kernels(traces))
 
 
 _MOST_CAPTURED = 6  # lengths
