@@ -65,9 +65,7 @@ def model_of(name: str) -> torch.nn.Module:
         model.config.use_cache = False
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
         model.enable_input_require_grads()
-        adapters = peft.LoraConfig(
-            r=8, lora_alpha=32, lora_dropout=0.05, target_modules=["q_proj", "k_proj", "v_proj"]
-        )
+        adapters = peft.LoraConfig(r=8, lora_alpha=32, lora_dropout=0.05, target_modules=["q_proj", "k_proj", "v_proj"])
         return peft.get_peft_model(model, adapters, autocast_adapter_dtype=False).train()  # type: ignore[no-any-return]
 
 
@@ -119,7 +117,9 @@ def main() -> None:
                 drawn = [Shape(1, length) for length in lengths(kind, most, options.steps)]
                 run = replay_epoch(drawn, shapes.at, replace(settings, capacity_bytes=None), most_seconds=1e9).run
                 reserved = run.peak_reserved_bytes / GIB
-                print(f"; {kind} {reserved:5.2f} ({reserved / measured - 1:+.1%}, step {run.grew_at})", end="", flush=True)
+                print(
+                    f"; {kind} {reserved:5.2f} ({reserved / measured - 1:+.1%}, step {run.grew_at})", end="", flush=True
+                )
             print(f"; {time.process_time() - started:.0f} s")
 
 

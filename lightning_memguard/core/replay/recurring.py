@@ -23,7 +23,7 @@ class RecurringStep:
     """The last step of a trace.
 
     Attributes:
-        until: the events up to its end; a trace goes on to free all that is left.
+        until: the events up to its end; a trace may go on to free what is left.
         events: those of the step.
         left: blocks that it leaves to the next step, such as gradients, each by its name.
         taken: those of the step before that it frees.
@@ -46,9 +46,14 @@ class RecurringStep:
             return None
         until = [*events[:end]]
         step = [event for event in until if event.step == until[-1].step]
-        made = {event.block for event in step if event.action == "alloc"}
+        made = {event.block: event for event in step if event.action == "alloc"}
         gone = [event for event in step if event.action == "free" and event.block not in made]
-        stays, freed = _matched(gone, [event for event in events[end:] if event.block in made], _names(until))
+        for event in step:
+            if event.action == "free":
+                made.pop(event.block, None)
+        freed_later = [event for event in events[end:] if made.pop(event.block, None)]
+        left = [*freed_later, *(event._replace(action="free") for event in made.values())]
+        stays, freed = _matched(gone, left, _names(until))
         if len(stays) < len(gone):
             return None
         left = {block: name for block, _, name in stays}

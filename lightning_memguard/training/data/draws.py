@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -146,6 +146,10 @@ class TakenDraws(Draws):
     def batch(self, batch_size: int, draw: int) -> Any:
         known = self.batches[batch_size]
         return map_tensors(known[draw % len(known)], lambda tensor: tensor.clone())
+
+    @override
+    def several(self, batch_size: int, count: int) -> Iterator[Any]:
+        return itertools.islice(itertools.chain.from_iterable(self.batches.values()), count)
 
 
 @dataclass(frozen=True)

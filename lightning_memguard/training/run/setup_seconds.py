@@ -25,7 +25,7 @@ def setup_seconds(traces: Sequence[Trace], run: Run, batch_size: int, speed: Spe
     if step is None:
         return math.inf
     most = _MOST_IF_FAST if step < _FAST_SECONDS else math.inf
-    return max(LEAST_SECONDS, min(_SHARE * step * _batches(run, batch_size), most))
+    return max(LEAST_SECONDS, min(_SHARE * step * batches_of(run, batch_size), most))
 
 
 def _step_seconds(traces: Sequence[Trace], batch_size: int, speed: Speed | None) -> float | None:
@@ -40,7 +40,7 @@ def _step_seconds(traces: Sequence[Trace], batch_size: int, speed: Speed | None)
     return last[sizes[-1]].seconds * batch_size / sizes[-1] if traces[-1].method == "real" else None
 
 
-def _batches(run: Run, batch_size: int) -> float:
+def batches_of(run: Run, batch_size: int) -> float:
     """Batches of all epochs; infinity if there is no end."""
     trainer, batches = run.program.trainer, batches_taken(run.facts, run.loader_info, batch_size)
     epochs = trainer.max_epochs if run.program.trains else 1
