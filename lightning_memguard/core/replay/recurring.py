@@ -36,7 +36,7 @@ class RecurringStep:
 
     @classmethod
     def of(cls, trace: Trace) -> RecurringStep | None:
-        """Read a step; None if it does not recur, as it frees a block that it does not leave to the next.
+        """Read a step; None if it does not recur, as it leaves other blocks to the next than it frees.
 
         A block stays if the step has freed one like it that the step before had left; any other is freed at its end.
         """
@@ -46,18 +46,16 @@ class RecurringStep:
             return None
         until = [*events[:end]]
         step = [event for event in until if event.step == until[-1].step]
-        made = {event.block: event for event in step if event.action == "alloc"}
+        made = {event.block for event in step if event.action == "alloc"}
         gone = [event for event in step if event.action == "free" and event.block not in made]
-        for event in step:
-            if event.action == "free":
-                made.pop(event.block, None)
-        freed_later = [event for event in events[end:] if made.pop(event.block, None)]
-        left = [*freed_later, *(event._replace(action="free") for event in made.values())]
-        stays, freed = _matched(gone, left, _names(until))
-        if len(stays) < len(gone):
+        freed = {event.block for event in events if event.action == "free"}
+        kept = [event for event in step if event.action == "alloc" and event.block not in freed]
+        left = [*(event for event in events[end:] if event.block in made), *kept]
+        stays, rest = _matched(gone, left, _names(until))
+        if len(stays) < len(gone) or any(event.action == "alloc" for event in rest):
             return None
-        left = {block: name for block, _, name in stays}
-        return cls([*until, *freed], [*step, *freed], left, {block: name for _, block, name in stays})
+        left_as = {block: name for block, _, name in stays}
+        return cls([*until, *rest], [*step, *rest], left_as, {block: name for _, block, name in stays})
 
 
 def _names(events: Iterable[Event]) -> dict[int, Name]:
