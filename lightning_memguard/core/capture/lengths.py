@@ -14,7 +14,7 @@ from lightning_memguard.core.replay.epoch import Shape
 from lightning_memguard.core.trace.growth import Growth, grow, same_kernels
 from lightning_memguard.core.trace.lengths import LEAST_LENGTHS, ShapeGrowth, grow_by_length
 from lightning_memguard.core.trace.scratch import up
-from lightning_memguard.core.trace.trace import Trace
+from lightning_memguard.core.trace.trace import Method, Trace
 from lightning_memguard.errors import CannotTraceError
 
 _PADDED = 32  # to multiples of this, at most
@@ -134,9 +134,11 @@ class ShapeSurveyor:
             CannotTraceError: the step runs differently at many of the lengths, or not at all.
         """
         wanted = sorted({*lengths})
+        known: dict[int, Growth] = {}
         if len(wanted) <= _MOST_CAPTURED:
-            return ShapeTraces({length: self._growth_at(length) for length in wanted})
-        known = {wanted[-1]: self._growth_at(wanted[-1])}
+            self._capture(wanted, known)
+            return ShapeTraces(known)
+        self._capture([*_spread(wanted[0], wanted[-1]), wanted[-1]], known)
         found = ShapeTraces({}, tuple(self._regions(wanted[0], wanted[-1], known, _MOST_HALVED)))
         if not found.regions:
             raise CannotTraceError("the step runs differently at many of these lengths")
@@ -150,9 +152,7 @@ class ShapeSurveyor:
     ) -> list[tuple[int, ShapeGrowth]]:
         """Fit the step between two lengths; if it runs differently at some of them, in parts, where these can be."""
         points = _spread(shortest, longest)
-        for length in points:
-            if length not in known:
-                known[length] = self._growth_at(length)
+        self._capture(points, known)
         try:
             return [(longest, grow_by_length({length: known[length] for length in points}))]
         except CannotTraceError:
@@ -162,20 +162,23 @@ class ShapeSurveyor:
             first = self._regions(shortest, middle, known, halved - 1)
             return [*first, *self._regions(middle, longest, known, halved - 1)]
 
-    def _growth_at(self, length: int) -> Growth:
-        program = self.program_at(length)
-        try:
-            with captures_of(program) as captures:
-                for size in self.sizes:
-                    captures.start(program, size, "fake")
-            traces = [capture(program, size, "fake") for size in self.sizes]
-        except CaptureFailedError as error:
-            raise CannotTraceError(f"at length {length} {error}") from error
-        if len(traces) > 1:
-            return grow(traces)
-        return Growth(traces[0], self.sizes, {}, {}, same_kernels(traces))
+    def _capture(self, lengths: Collection[int], known: dict[int, Growth]) -> None:
+        """Capture the step at the lengths that are not known yet, side by side."""
+        programs = {length: self.program_at(length) for length in lengths if length not in known}
+        tasks = [(program, size, _FAKE) for program in programs.values() for size in self.sizes]
+        with captures_of(*programs.values()) as captures:
+            for task in tasks:
+                captures.start(*task)
+            for length, program in programs.items():
+                try:
+                    traces = [capture(program, size, _FAKE) for size in self.sizes]
+                except CaptureFailedError as error:
+                    raise CannotTraceError(f"at length {length} {error}") from error
+                alone = Growth(traces[0], self.sizes, {}, {}, same_kernels(traces))
+                known[length] = grow(traces) if len(traces) > 1 else alone
 
 
+_FAKE: Method = "fake"
 _MOST_CAPTURED = 6  # lengths
 _MOST_HALVED = 2  # regions
 _GRAINS = (64, 8, 1)  # lengths that kernels do not pad, where there are enough of them
