@@ -18,8 +18,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from lightning_memguard.core.histories.history import History, HistoryEntry, Replaying, read_histories
 from lightning_memguard.core.replay.allocator import Allocator
-from lightning_memguard.core.replay.history import History, HistoryEntry, Replaying, read_histories
 
 Dims = tuple[int, ...]
 _LEAST_STEPS = 4

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, islice
 
 from lightning_memguard.core.capture.capture import CaptureFailedError, capture, captures_of
 from lightning_memguard.core.capture.curve import Curve, Terms
 from lightning_memguard.core.capture.predict import Surveyor
 from lightning_memguard.core.capture.program import Program
-from lightning_memguard.core.replay.epoch import Shape
+from lightning_memguard.core.replay.epoch import Epoch, Padding, Shape, in_random_order, replay_epoch, to_multiples
+from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.core.trace.growth import Growth, grow, same_kernels
 from lightning_memguard.core.trace.lengths import LEAST_LENGTHS, ShapeGrowth, grow_by_length
 from lightning_memguard.core.trace.scratch import up
@@ -193,3 +195,42 @@ def _spread(shortest: int, longest: int) -> list[int]:
 
 def _allocated(trace: Trace) -> int:
     return sum(event.nbytes for event in trace.events if event.action == "alloc" and event.case in ("", "point"))
+
+
+MOST_SECONDS = 30.0  # of a replay
+_TO_FIT = (4, 8)  # batch sizes, from which others follow
+
+
+def epoch_of(
+    program_at: Callable[[int], Program],
+    settings: AllocatorSettings,
+    shapes: Sequence[Shape],
+    padding: Padding | None = None,
+    *,
+    most_steps: float = math.inf,
+    most_seconds: float = math.inf,
+) -> Epoch:
+    """Replay an epoch, and after that the same batches in random orders, until nothing new happens.
+
+    Args:
+        program_at: the step on batches of a length.
+        settings: the allocator's, with the capacity, if it is known.
+        shapes: the batches of an epoch, in the order that they come.
+        padding: how the samples may be padded further (default: to multiples of 64).
+        most_steps: how many batches there are in all.
+        most_seconds: of the replay, `MOST_SECONDS` at most.
+
+    Raises:
+        CannotTraceError: the step runs differently at many of the lengths, or it is not known how it recurs.
+    """
+    sizes = {shape.batch_size for shape in shapes}
+    surveyor = ShapeSurveyor(program_at, tuple(sizes) if len(sizes) == 1 else _TO_FIT)
+    lengths = {shape.length for shape in shapes}
+    padding = padding or to_multiples(max(lengths))
+    traces = surveyor.survey({*lengths, *map(padding.pad, lengths)})
+    longest = max(shapes, key=lambda shape: (shape.batch_size * shape.length, shape.length))
+    run: Iterable[Shape] = chain(shapes, in_random_order(shapes))
+    run = run if most_steps == math.inf else islice(run, int(most_steps))
+    return replay_epoch(
+        run, traces.at, settings, most_seconds=min(most_seconds, MOST_SECONDS), longest=longest, padding=padding
+    )

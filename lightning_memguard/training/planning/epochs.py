@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import chain, islice
 from numbers import Integral
 from typing import Any
 
-from lightning_memguard.core.batch.batches import Batches, batch_of_length, batches_from_one, length_of
-from lightning_memguard.core.batch.nesting import batch_size_of, shapes_of
-from lightning_memguard.core.capture.lengths import ShapeSurveyor
-from lightning_memguard.core.capture.program import Program
+from lightning_memguard.core.batch.batches import Batches, batch_of_length, batches_from_one
+from lightning_memguard.core.batch.nesting import batch_size_of
+from lightning_memguard.core.capture.lengths import epoch_of
 from lightning_memguard.core.decision.decision import check_count
-from lightning_memguard.core.replay.epoch import Epoch, Padding, Shape, in_random_order, replay_epoch, to_multiples
+from lightning_memguard.core.replay.epoch import Epoch, Padding, Shape
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.errors import CannotTraceError, MemGuardError
-from lightning_memguard.training.adapter.program import LightningProgram
 from lightning_memguard.training.planning.subject import Subject, program_of
 from lightning_memguard.training.planning.target import Target
 
 BatchOfLength = Callable[[int], Any]
-MOST_SECONDS = 30.0  # of a replay
-_TO_FIT = (4, 8)  # batch sizes, from which others follow
 
 
 def whole_lengths(lengths: Iterable[object]) -> list[int]:
@@ -81,66 +75,7 @@ def replayed_epoch(
     """
     if settings.kind != "cuda" or len({*shapes}) < 2:
         return None
-    return _replayed(lambda length: program_of(at_length(subject, length, batch_at), target), settings, shapes, padding)
-
-
-def epoch_of_run(
-    program: LightningProgram, batch_size: int, settings: AllocatorSettings, *, most_steps: float, most_seconds: float
-) -> Epoch | None:
-    """Replay the batches that were drawn of a run's data, in random orders; None if they are all alike.
-
-    Args:
-        program: the run's step, with its draws.
-        batch_size: the size of its batches.
-        settings: the allocator's, with the capacity.
-        most_steps: how many batches the run has.
-        most_seconds: of the replay.
-
-    Raises:
-        CannotTraceError: the batches differ in more than one length, or none can be drawn; or see `replayed_epoch`.
-    """
-    batches, *others = program.families
-    if others or batches.draws is None or not batches.has_draws(batch_size):
-        raise CannotTraceError("no other batches can be drawn")
-    drawn = [(batch_size_of(each), each) for each in batches.draws.several(batch_size, int(min(_DRAWN, most_steps)))]
-    shapes = [Shape(size, length_of(each)) for size, each in drawn]
-    if len({*shapes}) < 2:
-        return None
-    size, example = max(drawn, key=lambda pair: length_of(pair[1]))
-    if any(_per_sample(batch_of_length(example, length_of(each)), size) != _per_sample(each, n) for n, each in drawn):
-        raise CannotTraceError("the batches differ in more than the length that is dimension 1")
-
-    def program_at(length: int) -> LightningProgram:
-        return replace(program, batches=batches_from_one(batch_of_length(example, length), size))
-
-    return _replayed(program_at, settings, shapes, most_steps=most_steps, most_seconds=most_seconds)
-
-
-_DRAWN = 40  # batches
-
-
-def _per_sample(batch: object, size: int) -> list[tuple[float, ...]]:
-    return [(shape[0] / size, *shape[1:]) for shape in shapes_of(batch) if shape]
-
-
-def _replayed(
-    program_at: Callable[[int], Program],
-    settings: AllocatorSettings,
-    shapes: Sequence[Shape],
-    padding: Padding | None = None,
-    *,
-    most_steps: float = math.inf,
-    most_seconds: float = MOST_SECONDS,
-) -> Epoch:
-    sizes = {shape.batch_size for shape in shapes}
-    surveyor = ShapeSurveyor(program_at, tuple(sizes) if len(sizes) == 1 else _TO_FIT)
-    lengths = {shape.length for shape in shapes}
-    padding = padding or to_multiples(max(lengths))
-    traces = surveyor.survey({*lengths, *map(padding.pad, lengths)})
-    longest = max(shapes, key=lambda shape: (shape.batch_size * shape.length, shape.length))
-    run: Iterable[Shape] = chain(shapes, in_random_order(shapes))
-    run = run if most_steps == math.inf else islice(run, int(most_steps))
-    return replay_epoch(run, traces.at, settings, most_seconds=most_seconds, longest=longest, padding=padding)
+    return epoch_of(lambda length: program_of(at_length(subject, length, batch_at), target), settings, shapes, padding)
 
 
 def with_epoch(

@@ -26,8 +26,8 @@ from lightning_memguard.training.adapter.callbacks import schedules_accumulation
 from lightning_memguard.training.data.loaders import leaves_one, leaves_out, spoiled_by
 from lightning_memguard.training.facts.ranks import Attempt, Ranks, attempt, failed
 from lightning_memguard.training.planning.advise import setting_that_saves
-from lightning_memguard.training.planning.epochs import MOST_SECONDS, epoch_of_run
 from lightning_memguard.training.planning.search import largest_that_runs, smallest_fast
+from lightning_memguard.training.run.epochs import epoch_of_run
 from lightning_memguard.training.run.freed import trims, with_freed_blocks
 from lightning_memguard.training.run.guard_settings import GuardSettings
 from lightning_memguard.training.run.profile import (
@@ -249,7 +249,7 @@ class Planner:
         highest = chosen.footprint_at(size).highest
         outside = highest.device_bytes - highest.reserved_bytes + sum(chosen.extra.values())
         settings = replace(step.settings, capacity_bytes=max(0, chosen.budget.usable_bytes - outside))
-        limits = {"most_steps": batches_of(run, size), "most_seconds": min(MOST_SECONDS, left / 2)}
+        limits = {"most_steps": batches_of(run, size), "most_seconds": left / 2}
         epoch = attempt(lambda: epoch_of_run(run.program, size, settings, **limits)).value
         return {**chosen.epochs, size: epoch} if epoch else chosen.epochs
 
