@@ -243,8 +243,10 @@ class Planner:
         """Return the epochs that are known, with one of the batches that were chosen, as far as there is time."""
         size, step, run = decision.batch_size, chosen.prediction, chosen.run
         known = step.method == "fake" and not (step.compiles or step.drawn or step.stopped)
+        if not known or not chosen.note_on_cache or not run.program.trains or size in chosen.epochs:
+            return chosen.epochs
         left = min(self._deadline, self._started + self._share([*step.surveyed.values()])) - time.monotonic()
-        if not known or not chosen.note_on_cache or not run.program.trains or size in chosen.epochs or left < 0:
+        if left < 0:
             return chosen.epochs
         highest = chosen.footprint_at(size).highest
         outside = highest.device_bytes - highest.reserved_bytes + sum(chosen.extra.values())
