@@ -149,7 +149,8 @@ class TakenDraws(Draws):
 
     @override
     def several(self, batch_size: int, count: int) -> Iterator[Any]:
-        return itertools.islice(itertools.chain.from_iterable(self.batches.values()), count)
+        known = [*itertools.chain.from_iterable(self.batches.values())]
+        return iter(random.Random(0).sample(known, min(count, len(known))))  # noqa: S311 - the same each time
 
 
 @dataclass(frozen=True)
@@ -172,6 +173,11 @@ class ArrangedDraws(Draws):
     @override
     def batch(self, batch_size: int, draw: int) -> Any:
         return arrange(self.combined, [draws.batch(batch_size, draw) for draws in self.each])
+
+    @override
+    def several(self, batch_size: int, count: int) -> Iterator[Any]:
+        drawn = (draws.several(batch_size, count) for draws in self.each)
+        return (arrange(self.combined, [*together]) for together in zip(*drawn, strict=False))
 
     @override
     def measures(self, batch_size: int, draw: int) -> tuple[int, int]:

@@ -60,19 +60,7 @@ def replayed_epoch(
     batch_at: BatchOfLength | None = None,
     padding: Padding | None = None,
 ) -> Epoch | None:
-    """Replay an epoch, and after that the same batches in random orders, until nothing new happens.
-
-    Args:
-        subject: the model and its settings.
-        target: the device; without a cache, there is nothing to replay.
-        settings: its allocator's, with the capacity, if it is known.
-        shapes: the batches of an epoch, in the order that they come.
-        batch_at: see `at_length`.
-        padding: how the samples may be padded further (default: to multiples of 64).
-
-    Raises:
-        CannotTraceError: the step runs differently at many of the lengths, or it is not known how it recurs.
-    """
+    """Replay an epoch of a subject on a device, see `epoch_of`; None without a cache, or if all batches are alike."""
     if settings.kind != "cuda" or len({*shapes}) < 2:
         return None
     return epoch_of(lambda length: program_of(at_length(subject, length, batch_at), target), settings, shapes, padding)
@@ -90,10 +78,10 @@ def with_epoch(
 
     Args:
         footprint: that of the largest batch.
-        subject: see `replayed_epoch`, as are all others.
+        subject: the model and its settings.
         target: the device.
-        settings: its allocator's.
-        shapes: the batches.
+        settings: its allocator's, with the capacity, if it is known.
+        shapes: the batches, in the order that they come.
         batch_at: see `at_length`.
     """
     if footprint.method != "fake" or subject.fixed_because:

@@ -15,11 +15,11 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
-from lightning_memguard import DoesNotFitError, MemGuard
-from lightning_memguard.core.replay.epoch import Epoch, EpochRun
+from lightning_memguard import DoesNotFitError, LengthBatchSampler, MemGuard
+from lightning_memguard.core.replay.epoch import Epoch, EpochRun, Shape
 from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.errors import CannotTraceError
-from lightning_memguard.training.run import choose
+from lightning_memguard.training.run import choose, epochs
 from lightning_memguard.units import MIB
 
 pytestmark = pytest.mark.usefixtures("here")
@@ -35,10 +35,10 @@ def _with_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
 class OfTexts(pl.LightningModule):
     """Attends with scores that are written out, on texts of these lengths."""
 
-    def __init__(self, lengths: Sequence[int], batch_size: int = 4, width: int = 64) -> None:
+    def __init__(self, lengths: Sequence[int], batch_size: int = 4, sampler: Any = None) -> None:
         super().__init__()
-        self.lengths, self.batch_size = lengths, batch_size
-        self.token, self.out = nn.Embedding(50, width), nn.Linear(width, 50)
+        self.lengths, self.batch_size, self.sampler = lengths, batch_size, sampler
+        self.token, self.out = nn.Embedding(50, 64), nn.Linear(64, 50)
 
     def training_step(self, ids: torch.Tensor, batch_idx: int) -> torch.Tensor:
         hidden = self.token(ids)
@@ -50,7 +50,8 @@ class OfTexts(pl.LightningModule):
 
     def train_dataloader(self) -> DataLoader[torch.Tensor]:
         texts: Any = [torch.zeros(length, dtype=torch.long) for length in self.lengths]
-        return DataLoader(texts, self.batch_size, collate_fn=partial(pad_sequence, batch_first=True))
+        sized = {"batch_sampler": self.sampler} if self.sampler else {"batch_size": self.batch_size}
+        return DataLoader(texts, **sized, collate_fn=partial(pad_sequence, batch_first=True))
 
 
 def decided(module: OfTexts, **settings: Any) -> Any:
@@ -80,6 +81,15 @@ def test_the_epoch_is_replayed_with_the_batches_that_the_data_gives():
     assert footprint.epoch.longest == 200
     assert footprint.high.reserved_bytes >= footprint.epoch.run.peak_reserved_bytes
     assert decided(OfTexts([70, 70])).footprint.epoch is None
+
+
+def test_batches_that_a_sampler_sizes_are_replayed_at_their_own_sizes(monkeypatch: pytest.MonkeyPatch):
+    asked = list[Shape]()
+    monkeypatch.setattr(epochs, "epoch_of", lambda _, __, shapes, **___: asked.extend(shapes))
+    lengths = [30, 70, 50, 200, 120, 90, 10, 44] * 3
+    decided(OfTexts(lengths, sampler=LengthBatchSampler(lengths, {64: 4, 256: 2})))
+    assert {size for size, _ in asked} == {2, 4}
+    assert max(asked, key=lambda shape: shape.length) == Shape(2, 200)
 
 
 def test_where_it_is_not_known_a_note_says_how_to_ask(monkeypatch: pytest.MonkeyPatch):
