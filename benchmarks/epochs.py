@@ -9,7 +9,6 @@ code that repeats a step: what a step leaves is freed when the next one frees it
 """
 
 import argparse
-import contextlib
 import random
 import time
 from collections.abc import Iterator
@@ -29,7 +28,7 @@ from lightning_memguard.core.trace.trace import Event, Trace
 from lightning_memguard.errors import CannotTraceError
 from lightning_memguard.training.planning.target import Target, target_of
 
-SAMPLES, LENGTHS, STEPS = 16, (64, 512), 40
+SAMPLES, LENGTHS = 16, (64, 512)
 MIB = 2**20
 SETTINGS = {"default": AllocatorSettings(), "expandable": AllocatorSettings(expandable_segments=True)}
 
@@ -67,9 +66,9 @@ def one_after_another(traces: list[Trace]) -> Iterator[list[Event]]:
         left = [names[each] for each in stays]
 
 
-def compare(case: Case, target: Target, seed: int) -> str:
+def compare(case: Case, target: Target, seed: int, steps: int) -> str:
     draw = random.Random(seed)
-    lengths = [draw.randint(*LENGTHS) for _ in range(STEPS)]
+    lengths = [draw.randint(*LENGTHS) for _ in range(steps)]
     started = time.process_time()
     with Captures():
         surveyor = ShapeSurveyor(lambda length: program_of(case, target, length), (SAMPLES,))
@@ -105,13 +104,17 @@ def main() -> None:
     parser.add_argument("cases", nargs="*")
     parser.add_argument("--device", default="A100 80GB")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=40)
     options = parser.parse_args()
     target = replace(target_of(options.device), capacity_bytes=None)
     torch.set_num_threads(1)
-    print(f"{STEPS} steps of {SAMPLES} samples, lengths {LENGTHS}; reserved, fast / captured one by one")
+    print(f"{options.steps} steps of {SAMPLES} samples, lengths {LENGTHS}; reserved, fast / captured one by one")
     for name in options.cases or CASES:
-        with contextlib.suppress(CannotTraceError):
-            print(f"{name:32} {compare(CASES[name], target, options.seed)}", flush=True)
+        try:
+            found = compare(CASES[name], target, options.seed, options.steps)
+        except CannotTraceError as error:
+            found = f"not fitted: {error}"
+        print(f"{name:32} {found}", flush=True)
 
 
 if __name__ == "__main__":

@@ -7,12 +7,18 @@ without the profiler, with what it takes to collate and to start.
 
     python benchmarks/lengths.py          # a few minutes on one core
     python benchmarks/lengths.py text     # one of them
+    python benchmarks/lengths.py --ranks  # by predicted memory on two ranks of DDP, each a process of its own
 """
 
 import argparse
 import itertools
+import json
 import math
+import os
 import random
+import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -162,10 +168,10 @@ def of_tokens(lengths: Sequence[int], budget: int) -> Batches:
     return random.Random(1).sample(batches, len(batches))
 
 
-def fit(case: Case, samples: Sequence[torch.Tensor], sampler: Sampler[list[int]]) -> None:
+def fit(case: Case, samples: Sequence[torch.Tensor], sampler: Sampler[list[int]], **trainer: Any) -> None:
     torch.manual_seed(0)
     loader = DataLoader(samples, batch_sampler=sampler, collate_fn=case.collate)  # type: ignore[arg-type]
-    pl.Trainer(accelerator="cpu", max_epochs=1, **QUIET).fit(Module(case.model()), loader)
+    pl.Trainer(accelerator="cpu", max_epochs=1, **QUIET, **trainer).fit(Module(case.model()), loader)
 
 
 def run(case: Case) -> None:
@@ -205,15 +211,64 @@ def run(case: Case) -> None:
         )
 
 
+RANKS = 2
+
+
+def run_on_ranks(case: Case) -> None:
+    """Start a process for each rank, as torchrun does, and compare what they say."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    known = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS}
+    known |= {"TORCHELASTIC_RUN_ID": "lengths", "GROUP_RANK": 0, "OMP_NUM_THREADS": 1}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, __file__, "--rank", case.name],
+            env=os.environ | {key: str(value) for key, value in (known | {"RANK": rank, "LOCAL_RANK": rank}).items()},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(RANKS)
+    ]
+    said = [json.loads(rank.communicate()[0].splitlines()[-1]) for rank in ranks]
+    once = sorted(itertools.chain(*(each["samples"] for each in said))) == list(range(case.count))
+    seconds, budget = max(each["seconds"] for each in said), int(case.budget.removesuffix("MiB"))
+    peaks = [each["peak"] / MIB for each in said]
+    print(
+        f"{case.name}, {RANKS} ranks: batches {[each['batches'] for each in said]}, every sample once: {once}, "
+        f"{case.count / seconds:.1f} samples/s of processor, peaks {', '.join(f'{each:.1f}' for each in peaks)} MiB of "
+        f"{budget}: {'over' if max(peaks) > budget else 'within'}",
+        flush=True,
+    )
+
+
+def run_rank(case: Case) -> None:
+    """Train one rank's batches, and print a line of JSON."""
+    examples = {"strategy": "ddp", "devices": RANKS, "device": "cpu", "budget": case.budget, "lengths": case.lengths}
+    sizes = batch_sizes(Module(case.model()), lambda at: torch.stack([case.sample(at)] * 4), **examples)
+    lengths, rank = case.drawn(), int(os.environ["RANK"])
+    sampler = LengthBatchSampler(lengths, sizes, num_replicas=RANKS, rank=rank)
+    batches, samples = list(sampler), [case.sample(length) for length in lengths]
+    ddp = {"strategy": "ddp", "devices": RANKS, "use_distributed_sampler": False}
+    peak = peak_of(profiled(lambda: fit(case, samples, sampler, **ddp)))[1]
+    started = time.process_time()
+    fit(case, samples, sampler, **ddp)
+    seconds = time.process_time() - started
+    own = [*itertools.chain(*batches)]
+    print(json.dumps({"samples": own, "batches": len(batches), "peak": peak, "seconds": seconds}), flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", help="text, speech, sets (default: all)")
-    chosen = parser.parse_args().cases
+    parser.add_argument("--ranks", action="store_const", const=run_on_ranks, default=run, dest="how")
+    parser.add_argument("--rank", action="store_const", const=run_rank, dest="how", help=argparse.SUPPRESS)
+    options = parser.parse_args()
     torch.set_num_threads(1)
     quieten()
     for case in CASES:
-        if not chosen or case.name in chosen:
-            run(case)
+        if not options.cases or case.name in options.cases:
+            options.how(case)
 
 
 if __name__ == "__main__":

@@ -179,6 +179,7 @@ ROOMS = {
         "profile",
         "earlier_runs",
         "setup_seconds",
+        "epochs",
         "freed",
         "choose",
         "tune",

@@ -11,7 +11,7 @@ import copy
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import itemgetter
@@ -58,6 +58,10 @@ class Draws(Protocol):
 
     def batch(self, batch_size: int, draw: int) -> Any:
         """The batch of a draw, the same each time."""
+
+    def several(self, batch_size: int, count: int) -> Iterator[Any]:
+        """Batches as they come in training, of this size as far as that can be chosen."""
+        return (self.batch(batch_size, draw) for draw in range(1, 1 + count))
 
     def measures(self, batch_size: int, draw: int) -> tuple[int, int]:  # noqa: ARG002
         """Bytes of a draw's samples, and their number times the square of the largest; 0 if unknown.

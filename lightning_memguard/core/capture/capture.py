@@ -307,12 +307,12 @@ def _with_note(trace: Trace, note: str) -> Trace:
 _open: list[Captures] = []
 
 
-def captures_of(program: Program) -> contextlib.AbstractContextManager[Captures]:
-    """The captures that are open for a program; else new ones, which are closed at the end, or at the same deadline."""
-    known = next((each for each in _open if each.takes(program)), None)
+def captures_of(*programs: Program) -> contextlib.AbstractContextManager[Captures]:
+    """The captures that are open for programs; else new ones, which are closed at the end, or at the same deadline."""
+    known = next((each for each in _open if all(map(each.takes, programs))), None)
     if known:
         return contextlib.nullcontext(known)
-    return Captures(program, deadline=_open[-1].deadline, soon=_open[-1].soon) if _open else Captures(program)
+    return Captures(*programs, deadline=_open[-1].deadline, soon=_open[-1].soon) if _open else Captures(*programs)
 
 
 def capture(program: Program, batch_size: int, method: Method, variant: Variant = FIRST) -> Trace:

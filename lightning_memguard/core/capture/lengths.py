@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, islice
 
 from lightning_memguard.core.capture.capture import CaptureFailedError, capture, captures_of
 from lightning_memguard.core.capture.curve import Curve, Terms
 from lightning_memguard.core.capture.predict import Surveyor
 from lightning_memguard.core.capture.program import Program
-from lightning_memguard.core.replay.epoch import Shape
-from lightning_memguard.core.trace.growth import Growth, grow
+from lightning_memguard.core.replay.epoch import Epoch, Padding, Shape, in_random_order, replay_epoch, to_multiples
+from lightning_memguard.core.replay.settings import AllocatorSettings
+from lightning_memguard.core.trace.growth import Growth, grow, same_kernels
 from lightning_memguard.core.trace.lengths import LEAST_LENGTHS, ShapeGrowth, grow_by_length
 from lightning_memguard.core.trace.scratch import up
-from lightning_memguard.core.trace.trace import Trace
+from lightning_memguard.core.trace.trace import Method, Trace
 from lightning_memguard.errors import CannotTraceError
 
 _PADDED = 32  # to multiples of this, at most
@@ -134,9 +136,11 @@ class ShapeSurveyor:
             CannotTraceError: the step runs differently at many of the lengths, or not at all.
         """
         wanted = sorted({*lengths})
+        known: dict[int, Growth] = {}
         if len(wanted) <= _MOST_CAPTURED:
-            return ShapeTraces({length: self._growth_at(length) for length in wanted})
-        known = {wanted[-1]: self._growth_at(wanted[-1])}
+            self._capture(wanted, known)
+            return ShapeTraces(known)
+        self._capture([*_spread(wanted[0], wanted[-1]), wanted[-1]], known)
         found = ShapeTraces({}, tuple(self._regions(wanted[0], wanted[-1], known, _MOST_HALVED)))
         if not found.regions:
             raise CannotTraceError("the step runs differently at many of these lengths")
@@ -150,9 +154,7 @@ class ShapeSurveyor:
     ) -> list[tuple[int, ShapeGrowth]]:
         """Fit the step between two lengths; if it runs differently at some of them, in parts, where these can be."""
         points = _spread(shortest, longest)
-        for length in points:
-            if length not in known:
-                known[length] = self._growth_at(length)
+        self._capture(points, known)
         try:
             return [(longest, grow_by_length({length: known[length] for length in points}))]
         except CannotTraceError:
@@ -162,20 +164,23 @@ class ShapeSurveyor:
             first = self._regions(shortest, middle, known, halved - 1)
             return [*first, *self._regions(middle, longest, known, halved - 1)]
 
-    def _growth_at(self, length: int) -> Growth:
-        program = self.program_at(length)
-        try:
-            with captures_of(program) as captures:
-                for size in self.sizes:
-                    captures.start(program, size, "fake")
-            traces = [capture(program, size, "fake") for size in self.sizes]
-        except CaptureFailedError as error:
-            raise CannotTraceError(f"at length {length} {error}") from error
-        if len(traces) > 1:
-            return grow(traces)
-        return Growth(traces[0], self.sizes, {}, {}, tuple(range(len(traces[0].kernels))))
+    def _capture(self, lengths: Collection[int], known: dict[int, Growth]) -> None:
+        """Capture the step at the lengths that are not known yet, side by side."""
+        programs = {length: self.program_at(length) for length in lengths if length not in known}
+        tasks = [(program, size, _FAKE) for program in programs.values() for size in self.sizes]
+        with captures_of(*programs.values()) as captures:
+            for task in tasks:
+                captures.start(*task)
+            for length, program in programs.items():
+                try:
+                    traces = [capture(program, size, _FAKE) for size in self.sizes]
+                except CaptureFailedError as error:
+                    raise CannotTraceError(f"at length {length} {error}") from error
+                alone = Growth(traces[0], self.sizes, {}, {}, same_kernels(traces))
+                known[length] = grow(traces) if len(traces) > 1 else alone
 
 
+_FAKE: Method = "fake"
 _MOST_CAPTURED = 6  # lengths
 _MOST_HALVED = 2  # regions
 _GRAINS = (64, 8, 1)  # lengths that kernels do not pad, where there are enough of them
@@ -190,3 +195,42 @@ def _spread(shortest: int, longest: int) -> list[int]:
 
 def _allocated(trace: Trace) -> int:
     return sum(event.nbytes for event in trace.events if event.action == "alloc" and event.case in ("", "point"))
+
+
+MOST_SECONDS = 30.0  # of a replay
+_TO_FIT = (4, 8)  # batch sizes, from which others follow
+
+
+def epoch_of(
+    program_at: Callable[[int], Program],
+    settings: AllocatorSettings,
+    shapes: Sequence[Shape],
+    padding: Padding | None = None,
+    *,
+    most_steps: float = math.inf,
+    most_seconds: float = math.inf,
+) -> Epoch:
+    """Replay an epoch, and after that the same batches in random orders, until nothing new happens.
+
+    Args:
+        program_at: the step on batches of a length.
+        settings: the allocator's, with the capacity, if it is known.
+        shapes: the batches of an epoch, in the order that they come.
+        padding: how the samples may be padded further (default: to multiples of 64).
+        most_steps: how many batches there are in all.
+        most_seconds: of the replay, `MOST_SECONDS` at most.
+
+    Raises:
+        CannotTraceError: the step runs differently at many of the lengths, or it is not known how it recurs.
+    """
+    sizes = {shape.batch_size for shape in shapes}
+    surveyor = ShapeSurveyor(program_at, tuple(sizes) if len(sizes) == 1 else _TO_FIT)
+    lengths = {shape.length for shape in shapes}
+    padding = padding or to_multiples(max(lengths))
+    traces = surveyor.survey({*lengths, *map(padding.pad, lengths)})
+    longest = max(shapes, key=lambda shape: (shape.batch_size * shape.length, shape.length))
+    run: Iterable[Shape] = chain(shapes, in_random_order(shapes))
+    run = run if most_steps == math.inf else islice(run, int(most_steps))
+    return replay_epoch(
+        run, traces.at, settings, most_seconds=min(most_seconds, MOST_SECONDS), longest=longest, padding=padding
+    )

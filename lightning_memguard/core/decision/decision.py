@@ -333,8 +333,6 @@ def verdict(footprint: Footprint, budget: Budget) -> Verdict:
     if footprint.most_device_bytes > budget.usable_bytes:
         cut = footprint.is_cut and footprint.lowest.device_bytes <= budget.usable_bytes
         return "unknown" if cut else "does not fit"
-    if footprint.epoch and not footprint.epoch.fits:
-        return "does not fit"
     return "unknown" if footprint.is_partial else "fits"
 
 

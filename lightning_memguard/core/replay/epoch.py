@@ -39,7 +39,7 @@ class EpochRun:
         change: what differs from the run as it is, as in ``"with expandable_segments:True"``; empty for that one.
         how: what to do for it.
         steps: how many were replayed.
-        peak_reserved_bytes: the most that was reserved.
+        peak_reserved_bytes: the most that was reserved; if a step did not fit, with what it was refused.
         grew_at: the step in which that was first so; the first is 1.
         retries: how often the whole cache was released (``num_alloc_retries``).
         releases: how many segments were given back to the device, in all; each makes the step wait for the device.
@@ -248,12 +248,14 @@ class _Run:
         self.steps, had_retries = self.steps + 1, allocator.retries > 0
         for _ in self.replay.go_on(events):
             pass
+        refused = self.replay.out_of_memory_event
+        if refused is not None:
+            self.failed_at = self.steps
+            allocator.alloc_beyond(refused.nbytes, refused.stream)
         grown = allocator.peak_reserved_bytes > self.peak_bytes
         if grown:
             self.grew_at, self.peak_bytes = self.steps, allocator.peak_reserved_bytes
-        if self.replay.out_of_memory_event is not None:
-            self.failed_at = self.steps
-        return grown or self.failed_at is not None or (allocator.retries > 0) != had_retries
+        return grown or (allocator.retries > 0) != had_retries
 
     def found(self) -> EpochRun:
         allocator = self.replay.allocator

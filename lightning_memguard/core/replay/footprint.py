@@ -273,11 +273,17 @@ class Footprint(Shown):
         return save_snapshot(self.trace, self.settings, path)
 
     def over(self, epoch: Epoch) -> Footprint:
-        """The footprint of an epoch of batches, of which this is the largest; what is cached gives way if it has to."""
+        """The footprint of an epoch of batches, of which this is the largest.
+
+        What is cached gives way if it has to; if a step fails even so, it takes more than the capacity.
+        """
         reserved = max(epoch.run.peak_reserved_bytes, self.highest.reserved_bytes)
         more = reserved - self.highest.reserved_bytes
         found = self.doubted("lengths", self.highest.fragmented(more), note=epoch.text)
-        return replace(found, epoch=epoch, yielding_bytes=self.yielding_bytes + more)
+        yields = self.yielding_bytes + more
+        if not epoch.fits:
+            yields = min(yields, found.highest.reserved_bytes - epoch.run.peak_reserved_bytes)
+        return replace(found, epoch=epoch, yielding_bytes=yields)
 
     @property
     def largest_part(self) -> str:

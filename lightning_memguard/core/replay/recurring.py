@@ -23,7 +23,7 @@ class RecurringStep:
     """The last step of a trace.
 
     Attributes:
-        until: the events up to its end; a trace goes on to free all that is left.
+        until: the events up to its end; a trace may go on to free what is left.
         events: those of the step.
         left: blocks that it leaves to the next step, such as gradients, each by its name.
         taken: those of the step before that it frees.
@@ -36,7 +36,7 @@ class RecurringStep:
 
     @classmethod
     def of(cls, trace: Trace) -> RecurringStep | None:
-        """Read a step; None if it does not recur, as it frees a block that it does not leave to the next.
+        """Read a step; None if it does not recur, as it leaves other blocks to the next than it frees.
 
         A block stays if the step has freed one like it that the step before had left; any other is freed at its end.
         """
@@ -48,11 +48,14 @@ class RecurringStep:
         step = [event for event in until if event.step == until[-1].step]
         made = {event.block for event in step if event.action == "alloc"}
         gone = [event for event in step if event.action == "free" and event.block not in made]
-        stays, freed = _matched(gone, [event for event in events[end:] if event.block in made], _names(until))
-        if len(stays) < len(gone):
+        freed = {event.block for event in events if event.action == "free"}
+        kept = [event for event in step if event.action == "alloc" and event.block not in freed]
+        left = [*(event for event in events[end:] if event.block in made), *kept]
+        stays, rest = _matched(gone, left, _names(until))
+        if len(stays) < len(gone) or any(event.action == "alloc" for event in rest):
             return None
-        left = {block: name for block, _, name in stays}
-        return cls([*until, *freed], [*step, *freed], left, {block: name for _, block, name in stays})
+        left_as = {block: name for block, _, name in stays}
+        return cls([*until, *rest], [*step, *rest], left_as, {block: name for _, block, name in stays})
 
 
 def _names(events: Iterable[Event]) -> dict[int, Name]:

@@ -58,11 +58,11 @@ class Growth:
         if batch_size == self.template.batch_size:
             return self.template
         events = list(self.template.events)
-        sizes: dict[Coefficients, int] = {}
+        sizes: dict[int, int] = {}  # by identity: equal ones are shared, and fractions are slow to hash
         for position, coefficients in self.coefficients.items():
-            nbytes = sizes.get(coefficients)
+            nbytes = sizes.get(id(coefficients))
             if nbytes is None:
-                nbytes = sizes[coefficients] = _evaluate(coefficients, batch_size)
+                nbytes = sizes[id(coefficients)] = _evaluate(coefficients, batch_size)
             event = events[position]
             events[position] = Event(event.action, event.block, nbytes, *event[3:])
         if not self.kernels:
@@ -132,7 +132,7 @@ def grow(traces: Sequence[Trace]) -> Growth:
         nbytes = tuple([row.nbytes for row in rows])
         if min(nbytes) != max(nbytes):
             coefficients[position] = fit(nbytes, rows[0])
-    same = _same_kernels(ordered)
+    same = same_kernels(ordered)
     work = groups_of([trace.work for trace in ordered])
     return Growth(ordered[-1], sizes, coefficients, _grow_kernels(ordered, set(same), fit), same, work)
 
@@ -215,7 +215,7 @@ def without_scratch(trace: Trace) -> list[int]:
     return [*kept, *range(done, len(trace.events))]
 
 
-def _same_kernels(traces: Sequence[Trace]) -> tuple[int, ...]:
+def same_kernels(traces: Sequence[Trace]) -> tuple[int, ...]:
     """Return the first kernel that was called the same way at all sizes, for each kernel: layers repeat themselves."""
     firsts: dict[tuple[Kernel, ...], int] = {}
     calls = zip(*(trace.kernels for trace in traces), strict=True)

@@ -50,12 +50,12 @@ class ShapeGrowth:
 
     def at(self, length: int) -> Growth:
         """The growth at another length, without the work of its operators, which is not fitted."""
-        known: dict[_Surface, Coefficients] = {}
+        known: dict[int, Coefficients] = {}  # by identity, see `Growth.at`
 
         def coefficients(surface: _Surface) -> Coefficients:
-            if surface not in known:
-                known[surface] = tuple(value_at(each, length) for each in surface)
-            return known[surface]
+            if id(surface) not in known:
+                known[id(surface)] = tuple(value_at(each, length) for each in surface)
+            return known[id(surface)]
 
         trace = self.template.template
         kernels = {

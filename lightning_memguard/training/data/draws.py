@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -147,6 +147,11 @@ class TakenDraws(Draws):
         known = self.batches[batch_size]
         return map_tensors(known[draw % len(known)], lambda tensor: tensor.clone())
 
+    @override
+    def several(self, batch_size: int, count: int) -> Iterator[Any]:
+        known = [*itertools.chain.from_iterable(self.batches.values())]
+        return iter(random.Random(0).sample(known, min(count, len(known))))  # noqa: S311 - the same each time
+
 
 @dataclass(frozen=True)
 class ArrangedDraws(Draws):
@@ -168,6 +173,11 @@ class ArrangedDraws(Draws):
     @override
     def batch(self, batch_size: int, draw: int) -> Any:
         return arrange(self.combined, [draws.batch(batch_size, draw) for draws in self.each])
+
+    @override
+    def several(self, batch_size: int, count: int) -> Iterator[Any]:
+        drawn = (draws.several(batch_size, count) for draws in self.each)
+        return (arrange(self.combined, [*together]) for together in zip(*drawn, strict=False))
 
     @override
     def measures(self, batch_size: int, draw: int) -> tuple[int, int]:

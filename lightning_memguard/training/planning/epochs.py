@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 from numbers import Integral
 from typing import Any
 
 from lightning_memguard.core.batch.batches import Batches, batch_of_length, batches_from_one
 from lightning_memguard.core.batch.nesting import batch_size_of
-from lightning_memguard.core.capture.lengths import ShapeSurveyor
+from lightning_memguard.core.capture.lengths import epoch_of
 from lightning_memguard.core.decision.decision import check_count
-from lightning_memguard.core.replay.epoch import Epoch, Padding, Shape, in_random_order, replay_epoch, to_multiples
+from lightning_memguard.core.replay.epoch import Epoch, Padding, Shape
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.errors import CannotTraceError, MemGuardError
@@ -21,8 +20,6 @@ from lightning_memguard.training.planning.subject import Subject, program_of
 from lightning_memguard.training.planning.target import Target
 
 BatchOfLength = Callable[[int], Any]
-MOST_SECONDS = 30.0  # of a replay
-_TO_FIT = (4, 8)  # batch sizes, from which others follow
 
 
 def whole_lengths(lengths: Iterable[object]) -> list[int]:
@@ -63,30 +60,10 @@ def replayed_epoch(
     batch_at: BatchOfLength | None = None,
     padding: Padding | None = None,
 ) -> Epoch | None:
-    """Replay an epoch, and after that the same batches in random orders, until nothing new happens.
-
-    Args:
-        subject: the model and its settings.
-        target: the device; without a cache, there is nothing to replay.
-        settings: its allocator's, with the capacity, if it is known.
-        shapes: the batches of an epoch, in the order that they come.
-        batch_at: see `at_length`.
-        padding: how the samples may be padded further (default: to multiples of 64).
-
-    Raises:
-        CannotTraceError: the step runs differently at many of the lengths, or it is not known how it recurs.
-    """
+    """Replay an epoch of a subject on a device, see `epoch_of`; None without a cache, or if all batches are alike."""
     if settings.kind != "cuda" or len({*shapes}) < 2:
         return None
-    sizes = {shape.batch_size for shape in shapes}
-    captured = tuple(sizes) if len(sizes) == 1 else _TO_FIT
-    surveyor = ShapeSurveyor(lambda length: program_of(at_length(subject, length, batch_at), target), captured)
-    lengths = {shape.length for shape in shapes}
-    padding = padding or to_multiples(max(lengths))
-    traces = surveyor.survey({*lengths, *map(padding.pad, lengths)})
-    longest = max(shapes, key=lambda shape: (shape.batch_size * shape.length, shape.length))
-    endless = chain(shapes, in_random_order(shapes))
-    return replay_epoch(endless, traces.at, settings, most_seconds=MOST_SECONDS, longest=longest, padding=padding)
+    return epoch_of(lambda length: program_of(at_length(subject, length, batch_at), target), settings, shapes, padding)
 
 
 def with_epoch(
@@ -101,10 +78,10 @@ def with_epoch(
 
     Args:
         footprint: that of the largest batch.
-        subject: see `replayed_epoch`, as are all others.
+        subject: the model and its settings.
         target: the device.
-        settings: its allocator's.
-        shapes: the batches.
+        settings: its allocator's, with the capacity, if it is known.
+        shapes: the batches, in the order that they come.
         batch_at: see `at_length`.
     """
     if footprint.method != "fake" or subject.fixed_because:
@@ -112,8 +89,8 @@ def with_epoch(
     try:
         epoch = replayed_epoch(subject, target, settings, shapes, batch_at=batch_at)
     except CannotTraceError as error:
-        return replace(footprint, notes=(*footprint.notes, f"{_UNKNOWN}: {error}"))
+        return replace(footprint, notes=(*footprint.notes, f"{UNKNOWN}: {error}"))
     return footprint.over(epoch) if epoch else footprint
 
 
-_UNKNOWN = "what the cache grows to over an epoch of these lengths is not known"
+UNKNOWN = "what the cache grows to over an epoch of these lengths is not known"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
@@ -16,6 +16,7 @@ from lightning_memguard.core.capture.curve import Curve
 from lightning_memguard.core.capture.predict import Prediction, Surveyor, speed_here
 from lightning_memguard.core.decision.decision import Decision, LimitedBy, Request, decide
 from lightning_memguard.core.isolation.pool import Children, is_forked
+from lightning_memguard.core.replay.epoch import Epoch
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.core.replay.seconds import Speed
 from lightning_memguard.core.replay.settings import VARIABLE
@@ -26,6 +27,7 @@ from lightning_memguard.training.data.loaders import leaves_one, leaves_out, spo
 from lightning_memguard.training.facts.ranks import Attempt, Ranks, attempt, failed
 from lightning_memguard.training.planning.advise import setting_that_saves
 from lightning_memguard.training.planning.search import largest_that_runs, smallest_fast
+from lightning_memguard.training.run.epochs import epoch_of_run
 from lightning_memguard.training.run.freed import trims, with_freed_blocks
 from lightning_memguard.training.run.guard_settings import GuardSettings
 from lightning_memguard.training.run.profile import (
@@ -40,7 +42,7 @@ from lightning_memguard.training.run.profile import (
     read_run,
 )
 from lightning_memguard.training.run.progress import SetupLine
-from lightning_memguard.training.run.setup_seconds import LEAST_SECONDS, MOST_IF_FAST, setup_seconds
+from lightning_memguard.training.run.setup_seconds import LEAST_SECONDS, MOST_IF_FAST, batches_of, setup_seconds
 from lightning_memguard.training.strategies.no_collectives import no_collectives
 from lightning_memguard.units import format_bytes
 
@@ -48,6 +50,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 _MOST_ROUNDS = 5
+_MOST_EPOCHS = 4  # that are replayed until one fits
 _READ, _PROFILE = "read", "profile"  # requests of a planner's child
 
 Choice = tuple[Decision, RunProfile]
@@ -214,23 +217,62 @@ class Planner:
 
         Seconds are the processor's, ``used`` by a child and by this process, as a busy machine delays the run as well.
         """
-        now, spent, most = time.monotonic(), time.process_time() - self._used_before + used, self._most_seconds
-        is_early = spent < LEAST_SECONDS and now < self._started + MOST_IF_FAST
-        if not self._settings.hurries or (most is None and is_early):
+        now = time.monotonic()
+        is_early = self._spent(used) < LEAST_SECONDS and now < self._started + MOST_IF_FAST
+        if self._most_seconds is None and is_early:
             return math.inf
+        until = self._share_ends(traces, used)
+        self._was_hurried = self._was_hurried or until < now
+        return until
+
+    def _spent(self, used: float) -> float:
+        return time.process_time() - self._used_before + used
+
+    def _share_ends(self, traces: Sequence[Trace], used: float = 0.0) -> float:
+        """The moment at which setup has taken its share of the run."""
+        if not self._settings.hurries:
+            return math.inf
+        now, spent, most = time.monotonic(), self._spent(used), self._most_seconds
         if most is None:
             size = self._reading.batch_size if self._reading else cast("RunProfile", self._profile).request.batch_size
             speed = attempt(lambda: self._speed or speed_here(self._gpu, self._threads)).value if traces else None
             known = attempt(lambda: setup_seconds(traces, self._known_run, size, speed, used)).value
             most = math.inf if known is None else known
             self._most_seconds = most if traces else None
-        until = min(now + most - spent, max(self._started + max(most, MOST_IF_FAST), self._begun + LEAST_SECONDS))
-        self._was_hurried = self._was_hurried or until < now
-        return until
+        return min(now + most - spent, max(self._started + max(most, MOST_IF_FAST), self._begun + LEAST_SECONDS))
 
     def _choose_from(self, known: RunProfile) -> Choice:
         self._captured_profile()  # with its captures open
         profile = known.unpacked().attached_to(self._known_run)
+        decision, chosen = self._chosen(profile)
+        for _ in range(_MOST_EPOCHS):
+            epochs = self._with_epoch(chosen, decision)
+            if epochs == profile.epochs:
+                break
+            profile = replace(profile, epochs=epochs)
+            try:
+                decision, chosen = self._chosen(profile)
+            except DoesNotFitError as error:
+                raise _naming(epochs[min(epochs)], error) from None
+        return decision, chosen.detached()
+
+    def _with_epoch(self, chosen: RunProfile, decision: Decision) -> Mapping[int, Epoch]:
+        """Return the epochs that are known, with one of the batches that were chosen, as far as there is time."""
+        size, step, run = decision.batch_size, chosen.prediction, chosen.run
+        known = step.method == "fake" and not (step.compiles or step.drawn or step.stopped)
+        if not known or not chosen.note_on_cache or not run.program.trains or size in chosen.epochs:
+            return chosen.epochs
+        left = min(self._deadline, self._share_ends([*step.surveyed.values()])) - time.monotonic()
+        if left < 0:
+            return chosen.epochs
+        highest = chosen.footprint_at(size).highest
+        outside = highest.device_bytes - highest.reserved_bytes + sum(chosen.extra.values())
+        settings = replace(step.settings, capacity_bytes=max(0, chosen.budget.usable_bytes - outside))
+        limits = {"most_steps": batches_of(run, size), "most_seconds": left / 2}
+        epoch = attempt(lambda: epoch_of_run(run.program, size, settings, **limits)).value
+        return {**chosen.epochs, size: epoch} if epoch else chosen.epochs
+
+    def _chosen(self, profile: RunProfile) -> Choice:
         decision, chosen = _own_choice(profile, self._settings)
         if profile.request.prefers_fast and profile.request.may_grow and decision.footprint:
             decision, chosen = _fast((decision, chosen), profile, self._settings, self._speed)
@@ -243,7 +285,7 @@ class Planner:
         if self._gpu is None and self._settings.batch_size != "fastest" and decision.footprint:
             # the CPU's speed would have to be measured, in every fit
             decision = replace(decision, footprint=replace(decision.footprint, timing=None))
-        return decision, chosen.detached()
+        return decision, chosen
 
 
 def choose(profile: RunProfile, ranks: Ranks, planner: Planner) -> Choice:
@@ -277,6 +319,14 @@ def choose(profile: RunProfile, ranks: Ranks, planner: Planner) -> Choice:
             validation = replace(validation, batch_size=least_val)
         asked = replace(asked, request=capped, validation=validation)
     raise CannotTraceError(f"the ranks could not agree on a batch size (last proposals: {sizes})")
+
+
+def _naming(epoch: Epoch, error: DoesNotFitError) -> DoesNotFitError:
+    """Return the error of a run of which an epoch fails, with that and what makes it fit."""
+    if epoch.fits:
+        return error
+    error.way_out = epoch.remedy.how if epoch.remedy else error.way_out
+    return error.led_by(f"{epoch.text[0].upper()}{epoch.text[1:]}.")
 
 
 def _fast(largest: Choice, profile: RunProfile, settings: GuardSettings, speed: Speed | None) -> Choice:

@@ -26,6 +26,7 @@ from lightning_memguard.core.device.process import process_bytes
 from lightning_memguard.core.gpus import Gpu
 from lightning_memguard.core.isolation.sending import packed, unpacked
 from lightning_memguard.core.range import NOTHING, Range
+from lightning_memguard.core.replay.epoch import Epoch as CacheEpoch
 from lightning_memguard.core.replay.footprint import Doubt, Footprint, Peak
 from lightning_memguard.core.replay.learned import Learned
 from lightning_memguard.core.replay.settings import AllocatorSettings
@@ -155,6 +156,8 @@ class RunProfile:
         notes: what had to be assumed, in plain words.
         kept: what each batch leaves behind.
         trims: whether glibc is made to return freed blocks while it runs.
+        differ: whether its batches differ in size; what its GPU then caches over an epoch is known in ``epochs``.
+        epochs: by batch size, epochs that were replayed.
     """
 
     run: Run
@@ -179,6 +182,8 @@ class RunProfile:
     notes: tuple[str, ...] = ()
     kept: tuple[Kept, ...] = ()
     trims: bool = False
+    differ: bool = False
+    epochs: Mapping[int, CacheEpoch] = field(default_factory=dict)
 
     @property
     def facts(self) -> RunFacts:
@@ -270,7 +275,7 @@ class RunProfile:
 
     def footprint_at(self, batch_size: int) -> Footprint:
         """The memory of the run at a batch size: of its training step, or of validation if that takes more."""
-        most, validation = self.prediction.footprint_at(batch_size), self._larger_validation(batch_size)
+        most, validation = self._step_at(batch_size), self._larger_validation(batch_size)
         if self.collates and validation is None:
             batch = self.step.expected_batch(batch_size)[1]
             collating = self._between_steps(most, "collate", batch=batch, temporaries=batch)
@@ -287,6 +292,23 @@ class RunProfile:
             note = f"at most, {format_bytes(objects)} are objects of the samples, which are collated in this process"
             most = replace(most, notes=(*most.notes, note))
         return replace(most, notes=tuple(dict.fromkeys((*most.notes, *self.notes))))
+
+    @property
+    def note_on_cache(self) -> tuple[str, ...]:
+        """What is not known of the cache of its device, if that may grow over an epoch; see `note_on_cache`."""
+        return note_on_cache(self.prediction.settings) if self.differ else ()
+
+    def _step_at(self, batch_size: int) -> Footprint:
+        """The memory of the training step, with what is cached over an epoch.
+
+        An epoch that fails is taken to fail with batches that are a little smaller, too.
+        """
+        step, epochs = self.prediction.footprint_at(batch_size), self.epochs
+        near = min((size for size, each in epochs.items() if not each.fits and _NEAR * size < batch_size), default=0)
+        epoch = epochs.get(batch_size) or epochs.get(near)
+        if epoch:
+            return step.over(epoch)
+        return replace(step, notes=(*step.notes, *self.note_on_cache))
 
     def saving_at(self, batch_size: int) -> Footprint | None:
         """The memory of the run while a checkpoint is saved, as far as that is on its device. None if nothing is.
@@ -392,6 +414,9 @@ class RunProfile:
         if host is None or host.overrun is None:
             return None
         return "shared_memory" if host.overrun[1] is host.shared_budget else "host_memory"
+
+
+_NEAR = 0.75
 
 
 # -- reading and predicting
@@ -680,12 +705,13 @@ def profile_of(reading: Reading, captures: Captures) -> RunProfile:
         else (),
         host=reading.host,
         shared=reading.shared,
-        notes=(*reading.notes, *notes, *(note_on_cache(reading.rules) if reading.differ else ())),
+        notes=(*reading.notes, *notes),
         kept=tuple(
             kept
             for each in (prediction, *([validation.value.prediction] if validation.value else []))
             for kept in fit_kept((trace.batch_size, trace.kept) for trace in each.surveyed.values())
         ),
+        differ=reading.differ,
     )
 
 

@@ -30,7 +30,7 @@ def setup_seconds(
     if step is None:
         return math.inf
     most = MOST_IF_FAST if step < _FAST_SECONDS else math.inf
-    seconds = min(step * _batches(run, batch_size), _max_time(run))
+    seconds = min(step * batches_of(run, batch_size, _of_validation(run)), _max_time(run))
     return max(LEAST_SECONDS, min(_SHARE * seconds, most))
 
 
@@ -52,15 +52,19 @@ def _step_seconds(traces: Sequence[Trace], batch_size: int, speed: Speed | None)
     return last[sizes[-1]].seconds * batch_size / sizes[-1] if traces[-1].method == "real" else None
 
 
-def _batches(run: Run, batch_size: int) -> float:
-    """Batches of all epochs, and those of its validation for their share; infinity if there is no end."""
-    trainer, validated = run.program.trainer, 0.0
-    batches = batches_taken(run.facts, run.loader_info, batch_size)
-    info, evaluation = run.validation_info, run.evaluation.value
-    if info is not None and evaluation is not None:
-        often = run.facts.check_val_every_n_epoch or 1
-        validated = _OF_A_STEP * (batches_taken(run.facts, info, evaluation.batch_size) or 0) / often
+def batches_of(run: Run, batch_size: int, more: float = 0.0) -> float:
+    """Batches of all epochs, each with so many ``more``; infinity if there is no end."""
+    trainer, batches = run.program.trainer, batches_taken(run.facts, run.loader_info, batch_size)
     epochs = trainer.max_epochs if run.program.trains else 1
     steps = trainer.max_steps * run.facts.accumulate_grad_batches if run.program.trains else -1
-    in_epochs = math.inf if batches is None or epochs is None or epochs < 0 else (batches + validated) * epochs
+    in_epochs = math.inf if batches is None or epochs is None or epochs < 0 else (batches + more) * epochs
     return in_epochs if steps < 0 else min(in_epochs, steps)
+
+
+def _of_validation(run: Run) -> float:
+    """Batches of an epoch's validation, each as the share of a training step that it takes."""
+    info, evaluation = run.validation_info, run.evaluation.value
+    if info is None or evaluation is None:
+        return 0.0
+    batches = batches_taken(run.facts, info, evaluation.batch_size) or 0
+    return _OF_A_STEP * batches / (run.facts.check_val_every_n_epoch or 1)

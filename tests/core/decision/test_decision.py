@@ -165,9 +165,9 @@ def test_a_size_that_is_not_ours_to_choose_is_predicted_and_left(usable, fits):
 
 
 def test_an_epoch_that_fails_does_not_fit_and_what_makes_it_fit_is_named():
-    run = EpochRun("", "", 9, 100, 1, 0, 0, 9)
+    run = EpochRun("", "", 9, 101, 1, 0, 0, 9)
     epoch = Epoch(1, 9, run, (replace(run, change="with a", how="set a", failed_at=None),))
-    found = chosen(100, lambda n: replace(ONE_BYTE_EACH(n), epoch=epoch), free_to_choose=False)
+    found = chosen(100, lambda n: ONE_BYTE_EACH(n).over(epoch), free_to_choose=False)
     assert found.verdict == "does not fit"
     assert "does NOT fit: over an epoch of lengths 1..9 step 9 runs out of memory" in found.reason
     assert "To make it fit, set a." in found.reason

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import repeat
 
 import pytest
@@ -117,6 +118,16 @@ def test_a_step_that_frees_what_it_does_not_leave_is_refused():
         replay_epoch(shapes(1, 2), lambda _: trace, AllocatorSettings())
 
 
+def test_what_a_trace_never_frees_is_left_to_the_next_step():
+    whole = trace_at(Shape(1, 9))
+    ended = replace(whole, events=whole.events[:-3])  # as that of a Trainer's step, which keeps its gradients
+    one, other = RecurringStep.of(whole), RecurringStep.of(ended)
+    assert one
+    assert other
+    assert (one.left, one.taken) == (other.left, other.taken)
+    assert [*one.events] == [*other.events]
+
+
 def test_what_a_step_leaves_is_freed_if_the_next_one_knows_nothing_of_it():
     one, other = RecurringStep.of(trace_at(Shape(1, 9))), RecurringStep.of(trace_at(Shape(1, 9)))
     assert one
@@ -139,6 +150,15 @@ def test_a_footprint_holds_the_epoch_and_a_budget_is_compared_without_what_gives
     assert found.high.reserved_bytes == found.epoch.run.peak_reserved_bytes
     assert found.most_device_bytes == alone.most_device_bytes
     assert found.notes[-1] == found.epoch.text
+
+
+def test_a_footprint_whose_epoch_fails_takes_more_than_the_capacity():
+    alone, within = footprint(trace_at(Shape(1, 60)), AllocatorSettings()), AllocatorSettings(capacity_bytes=700 * MIB)
+    epoch = replay_epoch(shapes(20, 30, 40, 50, 60), trace_at, within)
+    found = alone.over(epoch)
+    assert epoch.run.failed_at
+    assert found.most_device_bytes == epoch.run.peak_reserved_bytes > 700 * MIB
+    assert alone.over(replace(epoch, run=replace(epoch.run, failed_at=None))).most_device_bytes <= 820 * MIB
 
 
 def test_of_the_ways_that_help_one_that_costs_little_is_named():

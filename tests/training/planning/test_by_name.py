@@ -71,7 +71,7 @@ def test_a_configuration_is_read_from_a_file_its_folder_or_the_table(transformer
 def test_the_command_plans_lengths_of_a_configuration_and_the_epoch_over_them(
     transformers: Any, small: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("lightning_memguard.training.planning.epochs.MOST_SECONDS", 0.5)
+    monkeypatch.setattr("lightning_memguard.core.capture.lengths.MOST_SECONDS", 0.5)
     options = ["plan", "--hf", f"{small}/config.json", "--length", "16", "32", "--device", "T4", "--budget", "256MiB"]
     assert main([*options, "--max-batch-size", "64"]) == 0
     out = " ".join(capsys.readouterr().out.split())

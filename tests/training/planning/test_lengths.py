@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
-from lightning_memguard import CannotTraceError, DoesNotFitError, MemGuard, MemGuardError, batch_sizes, estimate
+from lightning_memguard import CannotTraceError, DoesNotFitError, MemGuardError, batch_sizes, estimate
 from lightning_memguard.core.batch.batches import batch_of_length, length_of
 from lightning_memguard.core.capture import lengths as surveys
 from lightning_memguard.core.replay.epoch import Shape
@@ -22,7 +22,6 @@ from lightning_memguard.training.planning import epochs
 from lightning_memguard.training.planning import lengths as lengths_module
 from lightning_memguard.training.planning.subject import predicted, program_of, subject_of
 from lightning_memguard.training.planning.target import target_of
-from lightning_memguard.training.run import profile
 from lightning_memguard.units import GIB, MIB
 
 BUDGET = GIB
@@ -218,18 +217,6 @@ def test_a_plan_with_data_of_many_lengths_notes_that_a_cache_may_grow():
     assert said not in notes("cpu", 30, 70, 50)
     one_length = epochs.at_length(subject_of(OfTexts(30, 70, 50)), 64)
     assert said not in " ".join(predicted(one_length, target_of("T4")).curve.notes)
-
-
-@pytest.mark.usefixtures("here")
-def test_a_fit_with_data_of_many_lengths_notes_that_a_cache_may_grow(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(profile, "note_on_cache", lambda _: ("may grow",))  # as on a GPU
-    trainer: dict[str, Any] = {"accelerator": "cpu", "max_steps": 1, "logger": False, "enable_checkpointing": False}
-    for lengths, noted in (((30, 70, 50), True), ((70, 70), False)):
-        guard = MemGuard(mode="check")
-        pl.Trainer(**trainer, enable_progress_bar=False, callbacks=[guard]).fit(OfTexts(*lengths))
-        assert guard.decision
-        assert guard.decision.footprint
-        assert ("may grow" in guard.decision.footprint.notes) == noted
 
 
 class TwoWays(Attention):

@@ -51,7 +51,7 @@ def run_of(batches: int | None, *, epochs: int | None = 1, steps: int = -1, trai
 )
 def test_a_run_ends_after_its_epochs_or_steps(run: Any, batches: float) -> None:
     run.loader_info.role = "train"
-    assert setup_seconds._batches(run, 8) == batches
+    assert setup_seconds.batches_of(run, 8) == batches
 
 
 @pytest.mark.parametrize(
