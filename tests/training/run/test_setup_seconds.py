@@ -84,7 +84,8 @@ def test_a_time_limit_and_validations_count() -> None:
     run.validation_info = SimpleNamespace(batches=lambda _: 300, role="val")
     run.evaluation = SimpleNamespace(value=SimpleNamespace(batch_size=8))
     run.facts.limits["val"], run.facts.check_val_every_n_epoch = 1.0, 2
-    assert setup_seconds._batches(run, 8) == pytest.approx(10 + 300 / 3 / 2)
+    assert setup_seconds._of_validation(run) == pytest.approx(300 / 3 / 2)
+    assert setup_seconds.batches_of(run, 8, 50) == 10 + 50
 
 
 def test_the_time_of_a_step_is_that_of_its_work_else_what_a_real_one_took() -> None:
