@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -28,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("here")
 @pytest.fixture(autouse=True)
 def _with_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(AllocatorSettings, "for_device", lambda *_: AllocatorSettings())
-    monkeypatch.setattr(choose.Planner, "_share", lambda *_: 60.0)  # as of a longer run, on any machine
+    monkeypatch.setattr(choose.Planner, "_share_ends", lambda *_: math.inf)  # as of a longer run, on any machine
     monkeypatch.setattr(choose, "batches_of", lambda *_: 12)
 
 
