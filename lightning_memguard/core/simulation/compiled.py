@@ -11,8 +11,9 @@ Private names of torch's compiler are used in this file only. Checked on torch 2
 from __future__ import annotations
 
 import contextlib
-import importlib
+import importlib.util
 import io
+import sys
 import threading
 import types
 from collections import defaultdict
@@ -23,13 +24,16 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
+from torch.library import Library
 
 from lightning_memguard.core import torch_port as port
-from lightning_memguard.core.foreign import added, patched
+from lightning_memguard.core.foreign import added, nothing, patched
 from lightning_memguard.core.foreign import aten as _aten
+from lightning_memguard.core.gpus import Gpu
 from lightning_memguard.core.isolation.pool import beat
+from lightning_memguard.core.simulation import fake_cuda, sdpa
 from lightning_memguard.core.simulation.backward import release_saved
-from lightning_memguard.core.torch_port import OpOverload
+from lightning_memguard.core.torch_port import FakeTensorMode, OpOverload
 from lightning_memguard.core.trace.trace import Answers, Note
 
 T = TypeVar("T")
@@ -124,7 +128,10 @@ def compiling(on_autotune: Callable[[], object]) -> Iterator[None]:
     Args:
         on_autotune: called before something is compiled whose kernels torch would choose by their speed.
     """
+    gpu = fake_cuda.simulated_gpu()
     with ExitStack() as exits:
+        if gpu is not None:
+            exits.enter_context(_on_gpu(gpu))
         inductor: Any = importlib.import_module("torch._inductor.config")
         always = any(getattr(inductor, name) for name in _CHOOSE_KERNELS)
         quiet = {**_QUIET, **dict.fromkeys((*_CHOOSE_KERNELS, *_ON_DEVICE), False)}
@@ -195,7 +202,8 @@ def _in_memory() -> Iterator[_Patch]:
     ) -> types.ModuleType:
         module = types.ModuleType(f"torch._inductor.runtime.compile_tasks.{key}")
         module.__file__ = path
-        exec(compile(sources[path], path, "exec", dont_inherit=True), module.__dict__)  # noqa: S102 - as torch does
+        with _triton_importable():
+            exec(compile(sources[path], path, "exec", dont_inherit=True), module.__dict__)  # noqa: S102 - as torch does
         vars(module).update(attrs or {})
         return module
 
@@ -205,6 +213,18 @@ def _in_memory() -> Iterator[_Patch]:
     yield importlib.import_module("torch._inductor.output_code"), "open", open_source
     yield cache, "write", write
     yield cache.PyCodeCache, "load_by_key_path", classmethod(load)
+
+
+@contextmanager
+def _triton_importable() -> Iterator[None]:
+    """Let a program import Triton where it is not installed, of which it uses nothing but kernels."""
+    names = () if importlib.util.find_spec("triton") else ("triton", "triton.language")
+    sys.modules.update({name: types.ModuleType(name) for name in names})
+    try:
+        yield
+    finally:
+        for name in names:
+            del sys.modules[name]
 
 
 def _through_dispatch() -> Iterator[_Patch]:
@@ -237,6 +257,79 @@ def _when_walked() -> Iterator[_Patch]:
 
     yield BackwardCFunction, "maybe_clear_saved_tensors", clear_saved
     yield torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: False
+
+
+@contextmanager
+def _on_gpu(gpu: Gpu) -> Iterator[None]:
+    """Compile for a GPU that is simulated."""
+    with ExitStack() as exits:
+        for home, name, instead in _device_facts(gpu):
+            exits.enter_context(added(home, **{name: instead}))
+        inductor: Any = importlib.import_module("torch._inductor.config")
+        exits.enter_context(inductor.patch(shape_padding=False))
+        exits.enter_context(_attention_of(gpu))
+        yield
+
+
+@contextmanager
+def _attention_of(gpu: Gpu) -> Iterator[None]:
+    """Take a GPU's kernel for attention below Dynamo, which would trace a function that is in torch's place."""
+
+    def attend(*args: Any, **kwargs: Any) -> Tensor:
+        return sdpa.attend(sdpa.Attention(*args, **kwargs, capability=gpu.compute_capability))
+
+    library = Library("aten", "IMPL")
+    try:
+        library.impl("scaled_dot_product_attention", attend, "AutogradCUDA")
+        yield
+    finally:
+        library._destroy()
+
+
+_DEVICE = torch.cuda.device  # not the one of `simulated_cuda`
+
+
+def _device_facts(gpu):
+    cuda, interfaces = torch.cuda, importlib.import_module("torch._dynamo.device_interface")
+    interface = interfaces.CudaInterface
+    zero = lambda: (lambda *_: 0)
+    yield cuda, "device", _DEVICE
+    for home, name in ((torch, "batch_norm"), (torch.nn.functional, "scaled_dot_product_attention")):
+        yield home, name, getattr(home, name).__wrapped__
+    yield cuda, "get_rng_state", lambda *_: torch.get_rng_state()
+    yield cuda, "set_rng_state", nothing
+    yield cuda, "_lazy_init", nothing
+    yield cuda, "_exchange_device", zero()
+    yield cuda, "_maybe_exchange_device", zero()
+    yield torch._C, "_cuda_getCurrentRawStream", zero()
+    for name in ("current_device", "set_device", "device_count", "current_stream", "stream", "set_stream", "synchronize", "get_device_properties", "memory_allocated", "is_bf16_supported", "device"):
+        yield interface, name, staticmethod(getattr(cuda, name))
+    for name in ("get_raw_stream", "exchange_device", "maybe_exchange_device"):
+        yield interface, name, staticmethod(zero())
+    yield interface, "raise_if_triton_unavailable", staticmethod(nothing)
+    yield interfaces, "caching_worker_current_devices", {"cuda": 0}
+    yield interfaces, "caching_worker_device_properties", {"cuda": [cuda.get_device_properties(0)]}
+    yield FakeTensorMode, "avoid_device_init", True
+    yield importlib.import_module("torch._inductor.scheduler"), "has_triton", lambda *_, **__: True
+    triton = importlib.import_module("torch.utils._triton")
+    yield triton, "triton_hash_with_backend", lambda: ""
+    yield triton, "triton_backend", nothing
+    folder = importlib.import_module("torch._inductor.fx_passes.joint_graph").UniformValueConstantFolder
+    yield folder, "_deduce_value", _on_host(folder._deduce_value)
+
+
+def _on_host(deduce):
+    def deduced(self: Any, node: Any) -> Any:
+        device = node.kwargs.get("device")
+        if node.op != "call_function" or not isinstance(device, torch.device) or device.type != "cuda":
+            return deduce(self, node)
+        given = dict(node.kwargs)
+        node.kwargs = {**given, "device": torch.device("cpu")}
+        try:
+            return deduce(self, node)
+        finally:
+            node.kwargs = given
+    return deduced
 
 
 @contextmanager
