@@ -296,6 +296,9 @@ def _device_facts(gpu):
     yield cuda, "device", _DEVICE
     for home, name in ((torch, "batch_norm"), (torch.nn.functional, "scaled_dot_product_attention")):
         yield home, name, getattr(home, name).__wrapped__
+    recurrent = port.recurrent_functions()
+    for name in port.RECURRENT:
+        yield recurrent, name, torch.compiler.disable(getattr(recurrent, name))
     yield cuda, "get_rng_state", lambda *_: torch.get_rng_state()
     yield cuda, "set_rng_state", nothing
     yield cuda, "_lazy_init", nothing
