@@ -13,27 +13,26 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import io
+import operator
 import sys
 import threading
 import types
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
-from torch.library import Library
 
 from lightning_memguard.core import torch_port as port
-from lightning_memguard.core.foreign import added, nothing, patched
+from lightning_memguard.core.foreign import added, patched
 from lightning_memguard.core.foreign import aten as _aten
-from lightning_memguard.core.gpus import Gpu
 from lightning_memguard.core.isolation.pool import beat
-from lightning_memguard.core.simulation import fake_cuda, sdpa
+from lightning_memguard.core.simulation import compiled_cuda, fake_cuda
 from lightning_memguard.core.simulation.backward import release_saved
-from lightning_memguard.core.torch_port import FakeTensorMode, OpOverload
+from lightning_memguard.core.torch_port import OpOverload
 from lightning_memguard.core.trace.trace import Answers, Note
 
 T = TypeVar("T")
@@ -119,27 +118,37 @@ _QUIET = {  # of `torch._inductor.config`: nothing is cached on disk, and no pro
 }
 
 
+class Watcher(Protocol):
+    """Is told what a compilation cannot decide without a device; a recorder is one."""
+
+    def note_autotuning(self) -> None:
+        """Something is compiled whose kernels torch would choose by their speed."""
+
+    def note_graphs(self) -> None:
+        """Something is compiled whose kernels would be recorded as CUDA graphs."""
+
+    def pooled(self, call: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Return a compiled program that is watched while it runs."""
+
+
 @contextmanager
-def compiling(on_autotune: Callable[[], object]) -> Iterator[None]:
+def compiling(watcher: Watcher) -> Iterator[None]:
     """Run compiled code on fake tensors, with kernels that do nothing, while the context is open.
 
     Forgets what was compiled in this process before, and patches torch's compiler for all its threads.
-
-    Args:
-        on_autotune: called before something is compiled whose kernels torch would choose by their speed.
     """
     gpu = fake_cuda.simulated_gpu()
     with ExitStack() as exits:
         if gpu is not None:
-            exits.enter_context(_on_gpu(gpu))
+            exits.enter_context(compiled_cuda.compiling_for(gpu))
         inductor: Any = importlib.import_module("torch._inductor.config")
-        always = any(getattr(inductor, name) for name in _CHOOSE_KERNELS)
+        always = {name for name in (*_CHOOSE_KERNELS, _GRAPHS) if operator.attrgetter(name)(inductor)}
         quiet = {**_QUIET, **dict.fromkeys((*_CHOOSE_KERNELS, *_ON_DEVICE), False)}
         exits.enter_context(inductor.patch({name: value for name, value in quiet.items() if name in inductor._config}))
         functorch: Any = importlib.import_module("torch._functorch.config")
         exits.enter_context(functorch.patch(enable_autograd_cache=False))
-        patches = (*_without_kernels(), *_in_memory(), *_through_dispatch(), *_when_walked())
-        for home, name, instead in (*patches, _without_timing(on_autotune, always=always)):
+        patches = (*_without_kernels(), *_in_memory(watcher.pooled), *_through_dispatch(), *_when_walked())
+        for home, name, instead in (*patches, _without_timing(watcher, always)):
             exits.enter_context((added if name == "open" else patched)(home, **{name: instead}))
         exits.enter_context(torch.compiler.set_stance("default"))
         torch._dynamo.reset()
@@ -161,15 +170,18 @@ def _without_kernels() -> Iterator[_Patch]:
     yield importlib.import_module("torch._inductor.cpu_vec_isa").VecISA, "check_build", lambda *_: True
 
 
-def _without_timing(on_autotune: Callable[[], object], *, always: bool) -> _Patch:
+def _without_timing(watcher: Watcher, always: set[str]) -> _Patch:
     """Patch ``compile_fx``: nothing is timed to choose between kernels, and nothing recorded as a CUDA graph."""
     home = importlib.import_module("torch._inductor.compile_fx")
     original = home.compile_fx
 
     def compile_fx(*args: object, config_patches: dict[str, Any] | None = None, **kwargs: object) -> Any:
         asked = config_patches or {}
-        if always or any(asked.get(name) for name in _CHOOSE_KERNELS):
-            on_autotune()
+        chosen = always | {name for name, value in asked.items() if value}
+        if not chosen.isdisjoint(_CHOOSE_KERNELS):
+            watcher.note_autotuning()
+        if _GRAPHS in chosen and fake_cuda.simulated_gpu() is not None:
+            watcher.note_graphs()
         wanted = {name: value for name, value in asked.items() if name not in (*_CHOOSE_KERNELS, *_ON_DEVICE)}
         return original(*args, config_patches=wanted or None, **kwargs)
 
@@ -177,10 +189,11 @@ def _without_timing(on_autotune: Callable[[], object], *, always: bool) -> _Patc
 
 
 _CHOOSE_KERNELS = ("max_autotune", "max_autotune_gemm", "max_autotune_pointwise")
-_ON_DEVICE = ("coordinate_descent_tuning", "triton.cudagraphs")
+_GRAPHS = "triton.cudagraphs"
+_ON_DEVICE = ("coordinate_descent_tuning", _GRAPHS)
 
 
-def _in_memory() -> Iterator[_Patch]:
+def _in_memory(watched: Callable[[Callable[[Any], Any]], Callable[[Any], Any]]) -> Iterator[_Patch]:
     """The program that Inductor writes stays in memory: a child cannot write files."""
     cache = importlib.import_module("torch._inductor.codecache")
     sources: dict[str, str] = {}
@@ -205,6 +218,8 @@ def _in_memory() -> Iterator[_Patch]:
         with _triton_importable():
             exec(compile(sources[path], path, "exec", dont_inherit=True), module.__dict__)  # noqa: S102 - as torch does
         vars(module).update(attrs or {})
+        if "call" in vars(module):
+            vars(module)["call"] = watched(vars(module)["call"])
         return module
 
     def open_source(path: Any, *args: Any, **kwargs: Any) -> Any:
@@ -257,82 +272,6 @@ def _when_walked() -> Iterator[_Patch]:
 
     yield BackwardCFunction, "maybe_clear_saved_tensors", clear_saved
     yield torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: False
-
-
-@contextmanager
-def _on_gpu(gpu: Gpu) -> Iterator[None]:
-    """Compile for a GPU that is simulated."""
-    with ExitStack() as exits:
-        for home, name, instead in _device_facts(gpu):
-            exits.enter_context(added(home, **{name: instead}))
-        inductor: Any = importlib.import_module("torch._inductor.config")
-        exits.enter_context(inductor.patch(shape_padding=False))
-        exits.enter_context(_attention_of(gpu))
-        yield
-
-
-@contextmanager
-def _attention_of(gpu: Gpu) -> Iterator[None]:
-    """Take a GPU's kernel for attention below Dynamo, which would trace a function that is in torch's place."""
-
-    def attend(*args: Any, **kwargs: Any) -> Tensor:
-        return sdpa.attend(sdpa.Attention(*args, **kwargs, capability=gpu.compute_capability))
-
-    library = Library("aten", "IMPL")
-    try:
-        library.impl("scaled_dot_product_attention", attend, "AutogradCUDA")
-        yield
-    finally:
-        library._destroy()
-
-
-_DEVICE = torch.cuda.device  # not the one of `simulated_cuda`
-
-
-def _device_facts(gpu):
-    cuda, interfaces = torch.cuda, importlib.import_module("torch._dynamo.device_interface")
-    interface = interfaces.CudaInterface
-    zero = lambda: (lambda *_: 0)
-    yield cuda, "device", _DEVICE
-    for home, name in ((torch, "batch_norm"), (torch.nn.functional, "scaled_dot_product_attention")):
-        yield home, name, getattr(home, name).__wrapped__
-    recurrent = port.recurrent_functions()
-    for name in port.RECURRENT:
-        yield recurrent, name, torch.compiler.disable(getattr(recurrent, name))
-    yield cuda, "get_rng_state", lambda *_: torch.get_rng_state()
-    yield cuda, "set_rng_state", nothing
-    yield cuda, "_lazy_init", nothing
-    yield cuda, "_exchange_device", zero()
-    yield cuda, "_maybe_exchange_device", zero()
-    yield torch._C, "_cuda_getCurrentRawStream", zero()
-    for name in ("current_device", "set_device", "device_count", "current_stream", "stream", "set_stream", "synchronize", "get_device_properties", "memory_allocated", "is_bf16_supported", "device"):
-        yield interface, name, staticmethod(getattr(cuda, name))
-    for name in ("get_raw_stream", "exchange_device", "maybe_exchange_device"):
-        yield interface, name, staticmethod(zero())
-    yield interface, "raise_if_triton_unavailable", staticmethod(nothing)
-    yield interfaces, "caching_worker_current_devices", {"cuda": 0}
-    yield interfaces, "caching_worker_device_properties", {"cuda": [cuda.get_device_properties(0)]}
-    yield FakeTensorMode, "avoid_device_init", True
-    yield importlib.import_module("torch._inductor.scheduler"), "has_triton", lambda *_, **__: True
-    triton = importlib.import_module("torch.utils._triton")
-    yield triton, "triton_hash_with_backend", lambda: ""
-    yield triton, "triton_backend", nothing
-    folder = importlib.import_module("torch._inductor.fx_passes.joint_graph").UniformValueConstantFolder
-    yield folder, "_deduce_value", _on_host(folder._deduce_value)
-
-
-def _on_host(deduce):
-    def deduced(self: Any, node: Any) -> Any:
-        device = node.kwargs.get("device")
-        if node.op != "call_function" or not isinstance(device, torch.device) or device.type != "cuda":
-            return deduce(self, node)
-        given = dict(node.kwargs)
-        node.kwargs = {**given, "device": torch.device("cpu")}
-        try:
-            return deduce(self, node)
-        finally:
-            node.kwargs = given
-    return deduced
 
 
 @contextmanager
