@@ -125,7 +125,7 @@ class KernelScratch:
     def _note_padded(self, args: tuple[Any, ...], out: Tensor) -> None:
         """`can_pad` and `is_mm_compute_bound` in torch/_inductor/fx_passes/pad_mm.py: copies of all three matrices."""
         first, second = args[-2:]
-        sizes = rows, inner, columns = *first.shape[-2:], second.shape[-1]
+        rows, inner, columns = sizes = (*first.shape[-2:], second.shape[-1])
         multiple, least_work = _PADDED.get(out.dtype, (1, 0))
         work = rows * inner * columns / (rows * inner + inner * columns + rows * columns or 1)  # for each number
         if work > least_work and any(size % multiple for size in sizes if size != 1):

@@ -601,6 +601,7 @@ def watching(recorder: Recorder, module: nn.Module) -> Iterator[None]:
         walked = fake_cuda.simulated_gpu() is not None or (on_cpu and fake_cuda.can_simulate_cuda())
         exits.enter_context(streams.watched(recorder))
         paths_mode = _ModulePaths(recorder, walked=walked)
+        exits.enter_context(one_rank.watched(recorder.note_resized, recorder.paused))
         if walked:
             exits.enter_context(walking(paths_mode.enter_node))
         if recorder.compiled:
@@ -611,7 +612,6 @@ def watching(recorder: Recorder, module: nn.Module) -> Iterator[None]:
             exits.enter_context(compiled.noting(recorder.note_uncompiled))
             exits.enter_context(patched(constants, note_check=recorder.note_check))
             exits.enter_context(patched(torch, get_rng_state=_watched(recorder, torch.get_rng_state)))
-            exits.enter_context(one_rank.watched(recorder.note_resized, recorder.paused))
             exits.enter_context(paths_mode)
             exits.enter_context(fast_paths.taken())
         exits.enter_context(recorder)

@@ -49,7 +49,7 @@ def compiling_for(gpu: Gpu) -> Iterator[None]:
 
 
 def timing_bytes(target: object) -> int:
-    """Return the buffer of the first step, in which kernels are timed: as large as the GPU's cache (`benchmark_gpu`)."""
+    """Return what the first step takes to time its kernels: a buffer as large as the GPU's cache (`benchmark_gpu`)."""
     return _CACHE_MIB.get(target.compute_capability, 6) << 20 if isinstance(target, CudaTarget) else 0
 
 
@@ -111,7 +111,8 @@ def _of_cudnn() -> Iterator[_Patch]:
 
     `_select_conv_backend` in aten/src/ATen/native/Convolution.cpp, `cudnn_conv_suggest_memory_format` in ConvUtils.h.
     """
-    select, layout_of, backends = torch._C._select_conv_backend, torch._C._conv_determine_backend_memory_format, _Backend
+    c: Any = torch._C
+    select, layout_of, backends = c._select_conv_backend, c._conv_determine_backend_memory_format, c._ConvBackend
 
     def has_channels_last(*tensors: Tensor) -> bool:
         orders = {port.suggested_format(each) for each in tensors if each.dtype != torch.float64}
@@ -125,16 +126,15 @@ def _of_cudnn() -> Iterator[_Patch]:
 
     def layout(x: Tensor, weight: Tensor, backend: Any) -> torch.memory_format:
         if backend != backends.Cudnn:
-            return layout_of(x, weight, backend)
+            return layout_of(x, weight, backend)  # type: ignore[no-any-return]
         last = torch.channels_last if x.dim() == _IMAGES else torch.channels_last_3d
         return last if has_channels_last(x, weight) else torch.contiguous_format
 
     if torch.version.cuda is None:
-        yield torch._C, "_select_conv_backend", select_backend
-        yield torch._C, "_conv_determine_backend_memory_format", layout
+        yield c, "_select_conv_backend", select_backend
+        yield c, "_conv_determine_backend_memory_format", layout
 
 
-_Backend = torch._C._ConvBackend
 _IMAGES = 4  # dimensions
 
 

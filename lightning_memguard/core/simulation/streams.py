@@ -105,7 +105,7 @@ class _OnStream:
     def __enter__(self) -> None:
         self._within.__enter__()
 
-    def __exit__(self, *raised: Any) -> None:
+    def __exit__(self, *raised: object) -> None:
         self._within.__exit__(*raised)
 
 
