@@ -22,7 +22,7 @@ from typing_extensions import Self, override
 from lightning_memguard.core.batch.batches import Epoch
 from lightning_memguard.core.capture.counters import Counters, Due
 from lightning_memguard.core.capture.leftovers import without_collections
-from lightning_memguard.core.capture.program import Program, device_to_run_on
+from lightning_memguard.core.capture.program import FewLayers, Program, device_to_run_on
 from lightning_memguard.core.capture.recorder import Recorder
 from lightning_memguard.core.capture.storages import line_behind
 from lightning_memguard.core.foreign import reason_of
@@ -32,6 +32,7 @@ from lightning_memguard.core.simulation.fake import ValueNeededError, isolated_r
 from lightning_memguard.core.simulation.fake_cuda import leave_driver_alone
 from lightning_memguard.core.simulation.value_sizes import public_name
 from lightning_memguard.core.torch_port import DataDependentOutputException, DynamicOutputShapeException
+from lightning_memguard.core.trace.depth import BASE, DEPTHS, deepening_of
 from lightning_memguard.core.trace.trace import Answers, Method, Note, Shares, Trace
 from lightning_memguard.errors import CannotTraceError, MemGuardError
 
@@ -201,6 +202,7 @@ class Captures:
         soon: from the traces of the first program so far, an earlier moment: after it, a program is captured only at
             the size that is asked for, and there once.
         rough: two sizes tell how a step grows, and work that recurs later is left out; what is used is captured again.
+        most: how many children capture at the same time (default: one for each processor).
     """
 
     def __init__(
@@ -210,6 +212,7 @@ class Captures:
         deadline: float = math.inf,
         soon: Callable[[Sequence[Trace]], float] = lambda _: math.inf,
         rough: bool = False,
+        most: int | None = None,
     ) -> None:
         self.rough = rough
         self.deadline, self.soon = deadline, soon
@@ -217,7 +220,7 @@ class Captures:
         self._next_size = next_size
         self.foresees = next_size is not None
         self._children = UserCode[_Task, Trace](
-            lambda task: capture_here(self._programs[task[0]], *task[1:], later=not rough), deadline=self._until
+            lambda task: capture_here(self._programs[task[0]], *task[1:], later=not rough), most, deadline=self._until
         )
         self._known: dict[_Task, Trace] = {}
         self._required: dict[int, int] = {}  # by the program's place, the batch size that is asked for
@@ -344,6 +347,12 @@ def capture_here(
         CannotTraceError: the recorder saw something whose size depends on values.
         Exception: whatever the user's own code raised.
     """
+    few = program.few
+    if few and few.known is not None and method == "fake" and variant == FIRST:
+        try:
+            return _of_few_layers(program, few, batch_size)
+        except CannotTraceError:
+            few.known = None
     trace, counters = _recorded(program, batch_size, method, variant)
     due = counters.due
     if due is None or not later or trace.seconds > _MOST_SECONDS_TO_GO_ON:
@@ -358,6 +367,28 @@ def capture_here(
         return trace
     longer = replace(longer, seconds=trace.seconds, recurs=True)
     return _with_note(longer, f"the peak is at {due.place}") if counters.peaks_later(longer) else longer
+
+
+def _of_few_layers(program: Program, few: FewLayers, batch_size: int) -> Trace:
+    """The trace of a step from those of the same model with fewer layers.
+
+    Raises:
+        CannotTraceError: it does not follow from them.
+    """
+
+    def with_layers(count: int) -> Trace:
+        shallow = replace(program, model=few.models[DEPTHS.index(count)], few=None)  # type: ignore[type-var]
+        trace, counters = _recorded(shallow, batch_size, "fake", FIRST)
+        if counters.due is not None:
+            raise CannotTraceError("work recurs")
+        return trace
+
+    base, started = with_layers(BASE), process_time()
+    known = next((each for each in few.known or () if each.fits(base)), None)
+    if known is None:
+        known = deepening_of([base if count == BASE else with_layers(count) for count in DEPTHS], few.path)
+        few.known = [*(few.known or ()), known]
+    return replace(known.at(base, few.depth), seconds=base.seconds + process_time() - started)
 
 
 def _recorded(
