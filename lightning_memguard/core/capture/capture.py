@@ -32,7 +32,6 @@ from lightning_memguard.core.simulation.fake import ValueNeededError, isolated_r
 from lightning_memguard.core.simulation.fake_cuda import leave_driver_alone
 from lightning_memguard.core.simulation.value_sizes import public_name
 from lightning_memguard.core.torch_port import DataDependentOutputException, DynamicOutputShapeException
-from lightning_memguard.core.trace.depth import BASE, DEPTHS, deepening_of
 from lightning_memguard.core.trace.trace import Answers, Method, Note, Shares, Trace
 from lightning_memguard.errors import CannotTraceError, MemGuardError
 
@@ -375,6 +374,7 @@ def _of_few_layers(program: Program, few: FewLayers, batch_size: int) -> Trace:
     Raises:
         CannotTraceError: it does not follow from them.
     """
+    from lightning_memguard.core.trace.depth import BASE, DEPTHS, deepening_of  # of no training that runs
 
     def with_layers(count: int) -> Trace:
         shallow = replace(program, model=few.models[DEPTHS.index(count)], few=None)  # type: ignore[type-var]

@@ -9,7 +9,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -27,10 +27,12 @@ from lightning_memguard.core.simulation.fake import fake_copy, faking, isolated_
 from lightning_memguard.core.simulation.fake_cuda import FAKE_DEVICE, FakeCudaMode, simulated_cuda
 from lightning_memguard.core.simulation.one_rank import one_rank_of
 from lightning_memguard.core.torch_port import FakeTensorMode
-from lightning_memguard.core.trace.depth import Deepening
 from lightning_memguard.core.trace.trace import Shapes
 from lightning_memguard.errors import CannotTraceError, MemGuardError
 from lightning_memguard.units import format_bytes
+
+if TYPE_CHECKING:
+    from lightning_memguard.core.trace.depth import Deepening
 
 T = TypeVar("T")
 Change = Callable[[nn.Module], None]

@@ -153,8 +153,6 @@ def model_of(tuning: FineTuning, dtype: torch.dtype, layers: int | None = None) 
         MemGuardError: a library is missing, or refuses these settings.
     """
     transformers: Any = _library("transformers")
-    if tuning.trl:
-        _library("trl")
     config = config_of(tuning.name)
     if layers is not None:
         of_each = [name for name, value in vars(config).items() if _is_of_each(value, config.num_hidden_layers)]
@@ -175,7 +173,7 @@ def model_of(tuning: FineTuning, dtype: torch.dtype, layers: int | None = None) 
         if tuning.checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         if tuning.trl:
-            importlib.import_module("trl.trainer.utils").add_fused_lm_head(model, outputs=_TRL_OUTPUTS)
+            _trl("trainer.utils").add_fused_lm_head(model, outputs=_TRL_OUTPUTS)
         model = _with_adapters(model, tuning) if tuning.lora else model
     return model.train()  # type: ignore[no-any-return]
 
@@ -300,6 +298,14 @@ def subject_by_name(
 _TRL_OUTPUTS = ("log_probs", "entropy", "is_top1")
 
 
+def _trl(module: str) -> Any:
+    try:
+        importlib.import_module("trl.kernels.chunked_logprob")  # which came with the loss
+        return importlib.import_module(f"trl.{module}")
+    except ImportError as error:
+        raise MemGuardError(f"TRL 1.16 or later is needed to predict its loss: pip install trl ({error}).") from error
+
+
 def _trl_loss(module: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """The loss of TRL's ``SFTTrainer``, all of whose tokens are trained. Checked on TRL 1.16."""
     batch["labels"].zero_()  # known, as it picks the positions whose label is not -100
@@ -311,7 +317,7 @@ def _trl_loss(module: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor
 
 def _trl_kernels() -> contextlib.AbstractContextManager[Any]:
     """On a GPU, Triton's kernels write to what they are given and make nothing."""
-    kernels: Any = importlib.import_module("trl.kernels.chunked_logprob")
+    kernels = _trl("kernels.chunked_logprob")
 
     def on_cpu(run: Callable[..., None]) -> Callable[..., None]:
         return lambda tile, *args, **kwargs: None if tile.is_cuda else run(tile, *args, **kwargs)
@@ -319,8 +325,7 @@ def _trl_kernels() -> contextlib.AbstractContextManager[Any]:
     tiles = {name: on_cpu(getattr(kernels, name)) for name in ("_forward_tile", "_backward_tile")}
     exits = contextlib.ExitStack()
     exits.enter_context(patched(kernels, _use_triton=lambda _: False, **tiles))
-    utils = importlib.import_module("trl.trainer.utils")
-    exits.enter_context(patched(utils, _use_triton=lambda device: device.type == "cuda"))
+    exits.enter_context(patched(_trl("trainer.utils"), _use_triton=lambda device: device.type == "cuda"))
     return exits
 
 
