@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from lightning_memguard.training.planning.subject import Subject
 
 _OF_OTHERS = ("target", "config", "args", "input_shape", "target_shape", "input", "datamodule", "loss", "strategy")
-_OWN = ("lora", "nf4", "int8", "double_quant", "seq", "checkpointing", "attention")
+_OWN = ("lora", "nf4", "int8", "double_quant", "seq", "checkpointing", "attention", "trl")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--double-quant", action="store_true", help="quantize the scales of 4-bit weights, too")
     add("--seq", type=whole_number(1), metavar="N", help="tokens of a sample (default: 1024)")
     add("--checkpointing", action="store_true", help="recompute activations in the backward pass")
+    add("--trl", action="store_true", help="the loss of TRL's SFTTrainer, in place of transformers' Trainer's")
     add("--attention", choices=("sdpa", "eager"), help="transformers' implementation (default: its own choice)")
 
 
@@ -65,6 +66,7 @@ def read(options: argparse.Namespace) -> FineTuning | None:
         double_quantization=options.double_quant,
         checkpointing=options.checkpointing,
         attention=options.attention or "",
+        trl=options.trl,
     )
 
 
@@ -111,7 +113,7 @@ def largest(
 
     found = []
     for device in devices:
-        for what in options.largest:
+        for what in filter("batch".__ne__, options.largest):  # which the plan tells
             say(f"looking for the largest {what} on {device}")
             now = length_of(subject.batches.small) if what == "length" else tuning.lora if tuning else 0
             found.append(largest_of(what, now, partial(with_value, what), device, limits))

@@ -6,6 +6,7 @@ The parser and the dispatch. torch and Lightning are imported when a command nee
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import sys
 import traceback
@@ -16,6 +17,7 @@ from lightning_memguard.cli.commands import compare, devices, doctor, gpus, hist
 from lightning_memguard.errors import CannotTraceError, MemGuardError
 
 FITS, DOES_NOT_FIT, BAD_USE, INTERRUPTED = 0, 1, 2, 130
+_MANY_OBJECTS = 200_000  # made before garbage is looked for: imports and traces make more, and none of them is garbage
 
 _HOW_TO_DESCRIBE = (
     "If this is not the batch the step expects: --input-shape and --target-shape make a pair of tensors, --input "
@@ -43,6 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit status: 0 if it fits, or is done; 1 if it does not fit; 2 for bad usage or an error.
     """
+    collected_after = gc.get_threshold()
+    gc.set_threshold(_MANY_OBJECTS, *collected_after[1:])
     try:
         options = _parser().parse_args(argv)
         return FITS if options.run(options) else DOES_NOT_FIT
@@ -61,6 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception:  # noqa: BLE001 - Python's own status, 1, is that of a training that fits no device
         traceback.print_exc()
         return BAD_USE
+    finally:
+        gc.set_threshold(*collected_after)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "dollars an hour of one device, such as H100=2.50, for --target-batch; repeatable"
     add("--price", action="append", default=[], metavar="NAME=DOLLARS", help=text)
     text = "also find the largest length that fits each device at this batch size; with --hf, or rank of adapters"
-    add("--largest", nargs="+", choices=("length", "rank"), default=[], help=text)
+    add("--largest", nargs="+", choices=("batch", "length", "rank"), default=[], help=text)
     add = parser.add_argument_group("prediction and output").add_argument
     add("--inference", action="store_true", help="predict a forward pass under no_grad instead of a training step")
     add("--advise", action="store_true", help="suggest changes that save memory, each with its predicted peak")

@@ -22,7 +22,7 @@ from typing_extensions import Self, override
 from lightning_memguard.core.batch.batches import Epoch
 from lightning_memguard.core.capture.counters import Counters, Due
 from lightning_memguard.core.capture.leftovers import without_collections
-from lightning_memguard.core.capture.program import Program, device_to_run_on
+from lightning_memguard.core.capture.program import FewLayers, Program, device_to_run_on
 from lightning_memguard.core.capture.recorder import Recorder
 from lightning_memguard.core.capture.storages import line_behind
 from lightning_memguard.core.foreign import reason_of
@@ -205,6 +205,7 @@ class Captures:
             moment.
         own_first: whether each program is first captured at the size that is asked for.
         rough: two sizes tell how a step grows, and work that recurs later is left out; what is used is captured again.
+        most: how many children capture at the same time (default: one for each processor).
     """
 
     def __init__(
@@ -215,6 +216,7 @@ class Captures:
         soon: Callable[[Sequence[Trace], float], float] = lambda *_: math.inf,
         own_first: bool = False,
         rough: bool = False,
+        most: int | None = None,
     ) -> None:
         self.rough, self.own_first = rough, own_first
         self.deadline, self.soon = deadline, soon
@@ -222,7 +224,7 @@ class Captures:
         self._next_size = next_size
         self.foresees = next_size is not None
         self._children = UserCode[_Task, Trace](
-            lambda task: capture_here(self._programs[task[0]], *task[1:], later=not rough), deadline=self._until
+            lambda task: capture_here(self._programs[task[0]], *task[1:], later=not rough), most, deadline=self._until
         )
         self._known: dict[_Task, Trace] = {}
         self._cut: dict[_Task, Trace] = {}
@@ -352,6 +354,12 @@ def capture_here(
         CannotTraceError: the recorder saw something whose size depends on values.
         Exception: whatever the user's own code raised.
     """
+    few = program.few
+    if few and few.known is not None and method == "fake" and variant == FIRST:
+        try:
+            return _of_few_layers(program, few, batch_size)
+        except CannotTraceError:
+            few.known = None
     trace, counters = _recorded(program, batch_size, method, variant)
     due = counters.due if trace.method != "cut" else None
     if due is None or not later or trace.seconds > _MOST_SECONDS_TO_GO_ON:
@@ -366,6 +374,29 @@ def capture_here(
         return trace
     longer = replace(longer, seconds=trace.seconds, recurs=True)
     return _with_note(longer, f"the peak is at {due.place}") if counters.peaks_later(longer) else longer
+
+
+def _of_few_layers(program: Program, few: FewLayers, batch_size: int) -> Trace:
+    """The trace of a step from those of the same model with fewer layers.
+
+    Raises:
+        CannotTraceError: it does not follow from them.
+    """
+    from lightning_memguard.core.trace.depth import BASE, DEPTHS, deepening_of  # of no training that runs
+
+    def with_layers(count: int) -> Trace:
+        shallow = replace(program, model=few.models[DEPTHS.index(count)], few=None)  # type: ignore[type-var]
+        trace, counters = _recorded(shallow, batch_size, "fake", FIRST)
+        if counters.due is not None:
+            raise CannotTraceError("work recurs")
+        return trace
+
+    base, started = with_layers(BASE), process_time()
+    known = next((each for each in few.known or () if each.fits(base)), None)
+    if known is None:
+        known = deepening_of([base if count == BASE else with_layers(count) for count in DEPTHS], few.path)
+        few.known = [*(few.known or ()), known]
+    return replace(known.at(base, few.depth), seconds=base.seconds + process_time() - started)
 
 
 def _recorded(

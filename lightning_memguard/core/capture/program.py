@@ -8,8 +8,8 @@ import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -31,6 +31,9 @@ from lightning_memguard.core.trace.trace import Shapes
 from lightning_memguard.errors import CannotTraceError, MemGuardError
 from lightning_memguard.units import format_bytes
 
+if TYPE_CHECKING:
+    from lightning_memguard.core.trace.depth import Deepening
+
 T = TypeVar("T")
 Change = Callable[[nn.Module], None]
 """Function that changes a copy of a module."""
@@ -39,6 +42,23 @@ Around = Callable[[nn.Module, Recorder], contextlib.AbstractContextManager[Any]]
 """A copy and what records it -> the context manager that each of its training steps runs in, backward pass excluded."""
 SwapOptimizer = Callable[[Optimizer], Optimizer]
 """An optimizer -> the one to use in its place, for the same parameters."""
+
+
+@dataclass
+class FewLayers:
+    """Models that differ from a program's in how many equal layers they have.
+
+    Attributes:
+        models: with `DEPTHS` layers each.
+        depth: layers of the program's own model.
+        path: of the list of layers, such as ``"model.layers"``.
+        known: how the step's trace grows with the layers, as far as was found; None where it could not be.
+    """
+
+    models: tuple[nn.Module, ...]
+    depth: int
+    path: str
+    known: list[Deepening] | None = field(default_factory=list)
 
 
 class Program(ABC):
@@ -61,6 +81,7 @@ class Program(ABC):
     accumulate_grad_batches: int | None
     changes: tuple[Change, ...]
     around: Around | None
+    few: FewLayers | None = None  # the same step with less to capture
 
     @property
     @abstractmethod
@@ -250,6 +271,7 @@ class LoopProgram(Program):
         ranks: how many ranks of a process group train it, one of which is captured; 0 if there is no such group.
         parallelize: (a copy on its device) -> what this rank trains of it, as ``fully_shard`` or `FSDP` makes it.
         context: makes the context manager that each step and its backward pass run in.
+        few: the model with fewer layers, from which the step is predicted as well.
     """
 
     model: nn.Module
@@ -266,6 +288,7 @@ class LoopProgram(Program):
     parallelize: Callable[[nn.Module], nn.Module] | None = None
     context: Context = contextlib.nullcontext
     around: Around | None = None
+    few: FewLayers | None = None
 
     def __post_init__(self) -> None:
         check_precision(self.precision)
@@ -288,7 +311,11 @@ class LoopProgram(Program):
         make = self.optimizer
         if make is None:
             raise CannotTraceError("there is no optimizer")
-        return replace(self, optimizer=lambda parameters: swap(make(parameters)))
+        return replace(self, optimizer=lambda parameters: swap(make(parameters)), few=None)
+
+    @override
+    def _with(self, **fields: object) -> Self:
+        return super()._with(**fields if fields.keys() == {"batches"} else {"few": None, **fields})
 
     @override
     def run(self, recorder: Recorder, batch_size: int, *, fake: bool) -> None:

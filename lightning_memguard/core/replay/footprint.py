@@ -319,7 +319,8 @@ def footprint(trace: Trace, settings: AllocatorSettings, context_bytes: Range[in
         method=trace.method,
         notes=trace.notes,
     )
-    cases = ("low", "high") if any(event.case for event in trace.events) else ()
+    unknown = {event.case for event in trace.events} - {""}
+    cases = ("high",) if unknown == {"high"} else ("low", "high") if unknown else ()  # "low" may be "point"
     if not cases and least == most and settings.kind == "exact":
         return found
     replays = [result, *(_replay(trace, case, settings) for case in cases)]

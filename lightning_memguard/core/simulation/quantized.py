@@ -218,6 +218,15 @@ def _patches(library: _Inert) -> Iterator[AbstractContextManager[Any]]:
 
     yield patched(functional, name2qmap={}, create_dynamic_map=dynamic_map, lib=library)
     yield patched(functional, get_paged=_paged, fill=nothing, prefetch_tensor=nothing)
+    update = functional.optimizer_update_32bit
+
+    def without_norm(name: str, g: Tensor, p: Tensor, *args: object, max_unorm: float = 0.0, **kwargs: object) -> None:
+        if max_unorm and isinstance(p, FakeTensor):  # LAMB and LARS pass it on as a number
+            torch.norm(p.data.float())
+            max_unorm = 0.0
+        update(name, g, p, *args, max_unorm=max_unorm, **kwargs)
+
+    yield patched(functional, optimizer_update_32bit=without_norm)
     yield patched(importlib.import_module(f"{_LIBRARY}.optim.optimizer"), sync_gpu=nothing)
     yield patched(importlib.import_module(f"{_LIBRARY}.backends.cpu.ops"), lib=library)
 

@@ -7,6 +7,7 @@ A model is built on meta by transformers' own class from its configuration: a fi
 from __future__ import annotations
 
 import configparser
+import contextlib
 import functools
 import importlib
 import importlib.metadata
@@ -25,8 +26,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_memguard.core.capture.capture import Captures, quiet
+from lightning_memguard.core.capture.program import FewLayers
 from lightning_memguard.core.decision.decision import Budget, Limits, check_count
+from lightning_memguard.core.foreign import patched
 from lightning_memguard.core.replay.footprint import Footprint
+from lightning_memguard.core.trace.depth import DEPTHS
 from lightning_memguard.errors import MemGuardError
 from lightning_memguard.training.planning.subject import MakeOptimizer, Subject, predicted, subject_of
 from lightning_memguard.training.planning.target import target_and_budget
@@ -56,6 +60,7 @@ class FineTuning:
         double_quantization: whether the scales of 4-bit weights are quantized, too.
         checkpointing: whether activations are recomputed in the backward pass.
         attention: an implementation that transformers has, ``"sdpa"`` or ``"eager"``; empty for its own choice.
+        trl: whether the loss is that of TRL's ``SFTTrainer``, which makes no logits.
     """
 
     name: str
@@ -66,6 +71,7 @@ class FineTuning:
     double_quantization: bool = False
     checkpointing: bool = False
     attention: str = ""
+    trl: bool = False
 
     def __post_init__(self) -> None:
         check_count("length", self.length)
@@ -140,14 +146,19 @@ def _library(name: str) -> Any:
 # -- the model
 
 
-def model_of(tuning: FineTuning, dtype: torch.dtype) -> nn.Module:
-    """Build a model without memory, quantized and with adapters as asked for.
+def model_of(tuning: FineTuning, dtype: torch.dtype, layers: int | None = None) -> nn.Module:
+    """Build a model without memory, quantized and with adapters as asked for; with so many layers, if that is given.
 
     Raises:
         MemGuardError: a library is missing, or refuses these settings.
     """
     transformers: Any = _library("transformers")
     config = config_of(tuning.name)
+    if layers is not None:
+        of_each = [name for name, value in vars(config).items() if _is_of_each(value, config.num_hidden_layers)]
+        for name in of_each:
+            setattr(config, name, getattr(config, name)[:layers])
+        config.num_hidden_layers = layers
     with torch.device("meta"), quiet():
         try:
             model = transformers.AutoModelForCausalLM.from_config(
@@ -161,8 +172,39 @@ def model_of(tuning: FineTuning, dtype: torch.dtype) -> nn.Module:
             _quantize(model, tuning, dtype)
         if tuning.checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if tuning.trl:
+            _trl("trainer.utils").add_fused_lm_head(model, outputs=_TRL_OUTPUTS)
         model = _with_adapters(model, tuning) if tuning.lora else model
     return model.train()  # type: ignore[no-any-return]
+
+
+def _is_of_each(value: object, layers: int) -> bool:
+    return isinstance(value, list) and len(value) == layers
+
+
+def _few_layers(tuning: FineTuning, model: nn.Module, dtype: torch.dtype) -> FewLayers | None:
+    """The model with fewer layers, if all of them are equal."""
+    depth = getattr(model.config, "num_hidden_layers", 0)
+    lists = [name for name, each in model.named_modules() if isinstance(each, nn.ModuleList) and len(each) == depth]
+    if depth <= DEPTHS[-1] or len(lists) != 1:
+        return None
+    models = tuple(model_of(tuning, dtype, layers) for layers in DEPTHS)
+    (path,) = lists
+    kinds = {_outline(layer) for each in (model, *models) for layer in each.get_submodule(path).children()}
+    of_each = [{*map(str, value)} for value in vars(model.config).values() if _is_of_each(value, depth)]
+    return FewLayers(models, depth, path) if len(kinds) == 1 and all(len(kind) == 1 for kind in of_each) else None
+
+
+def _outline(layer: nn.Module) -> tuple[object, ...]:
+    """What may differ between layers: their modules, with their settings and parameters, but not their numbers."""
+    found: list[object] = []
+    for name, module in layer.named_modules():
+        settings = {key: value for key, value in vars(module).items() if isinstance(value, (int, float, str))}
+        settings.pop("layer_idx", None)
+        tensors = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+        shapes = [(key, type(each), each.shape, each.dtype, each.requires_grad) for key, each in tensors]
+        found += [name, type(module), tuple(settings.items()), tuple(shapes)]
+    return tuple(found)
 
 
 def _quantize(model: Any, tuning: FineTuning, dtype: torch.dtype) -> None:
@@ -241,14 +283,50 @@ def subject_by_name(
         {"input_ids": tokens, "labels": tokens.clone()},
         batch_size=batch_size,
         precision=precision if precision in compute else "32-true",  # the weights have their types already
-        step=lambda module, batch: module(**batch).loss,
+        step=_trl_loss if tuning.trl else lambda module, batch: module(**batch).loss,
         optimizer=_Clipping(make),
+        context=_trl_kernels if tuning.trl else contextlib.nullcontext,
     )
     return replace(
         subject,
         trainer={"accumulate_grad_batches": accumulate},
+        few=_few_layers(tuning, model, dtype),
         notes=(*subject.notes, *_rests_on(tuning, model, dtype, precision)),
     )
+
+
+_TRL_OUTPUTS = ("log_probs", "entropy", "is_top1")
+
+
+def _trl(module: str) -> Any:
+    try:
+        importlib.import_module("trl.kernels.chunked_logprob")  # which came with the loss
+        return importlib.import_module(f"trl.{module}")
+    except ImportError as error:
+        raise MemGuardError(f"TRL 1.16 or later is needed to predict its loss: pip install trl ({error}).") from error
+
+
+def _trl_loss(module: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The loss of TRL's ``SFTTrainer``, all of whose tokens are trained. Checked on TRL 1.16."""
+    batch["labels"].zero_()  # known, as it picks the positions whose label is not -100
+    found = module(**batch, use_cache=False, fused_lm_head=True)
+    loss: torch.Tensor = (-found.log_probs).sum() / torch.as_tensor(batch["labels"].numel()).clamp(min=1)
+    _ = found.label_mask.sum(), found.entropy.detach().sum(), found.is_top1.sum()
+    return loss
+
+
+def _trl_kernels() -> contextlib.AbstractContextManager[Any]:
+    """On a GPU, Triton's kernels write to what they are given and make nothing."""
+    kernels = _trl("kernels.chunked_logprob")
+
+    def on_cpu(run: Callable[..., None]) -> Callable[..., None]:
+        return lambda tile, *args, **kwargs: None if tile.is_cuda else run(tile, *args, **kwargs)
+
+    tiles = {name: on_cpu(getattr(kernels, name)) for name in ("_forward_tile", "_backward_tile")}
+    exits = contextlib.ExitStack()
+    exits.enter_context(patched(kernels, _use_triton=lambda _: False, **tiles))
+    exits.enter_context(patched(_trl("trainer.utils"), _use_triton=lambda device: device.type == "cuda"))
+    return exits
 
 
 class _Clipping:
@@ -300,13 +378,15 @@ def _rests_on(tuning: FineTuning, model: nn.Module, dtype: torch.dtype, precisio
     built = " and ".join(f"{name} {importlib.metadata.version(name)}" for name, used in versions.items() if used)
     attention = tuning.attention or getattr(model.config, "_attn_implementation", "transformers' own choice")
     kind = type(model.get_base_model() if tuning.lora else model).__name__  # type: ignore[operator]
-    yield f"{kind} of {tuning.name}, without weights, by {built}; attention: {attention}; loss: the model's own"
+    loss = f"of TRL {importlib.metadata.version('trl')}" if tuning.trl else "the model's own"
+    yield f"{kind} of {tuning.name}, without weights, by {built}; attention: {attention}; loss: {loss}"
     if tuning.lora:
         targets = tuning.targets if isinstance(tuning.targets, str) else ", ".join(tuning.targets)
         yield f"adapters of rank {tuning.lora} in {targets}"
     autocast = "under autocast" if precision.endswith("-mixed") else "without autocast"
     yield f"weights of {str(dtype)[6:]}, {autocast}"
-    loop = f"the loop of transformers' Trainer, gradients clipped at {_CLIPPED_AT:g}"
+    name = "TRL's SFTTrainer" if tuning.trl else "transformers' Trainer"
+    loop = f"the loop of {name}, gradients clipped at {_CLIPPED_AT:g}"
     yield f"{loop}; no sample is padded"
 
 

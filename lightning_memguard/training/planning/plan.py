@@ -87,7 +87,7 @@ def plan_on(subject: Subject, device: str, limits: Limits | None = None, measure
         (True, 64, 'Tesla T4')
     """
     size, limits = subject.batch_size, limits or Limits()
-    with Captures():
+    with Captures(most=1 if subject.few else None):  # one child learns how the step grows with its layers
         prediction, budget = predict_on(subject, device, limits, measured)
         known, proven = prediction.curve, prediction.proven_at(size)
         if proven.curve.compiles:

@@ -16,7 +16,14 @@ from lightning_memguard.core.batch.batches import Batches, batches_from_one
 from lightning_memguard.core.batch.nesting import tensors_in
 from lightning_memguard.core.capture.capture import quiet
 from lightning_memguard.core.capture.predict import Prediction, predict
-from lightning_memguard.core.capture.program import Context, LoopProgram, Program, check_precision, without_memory
+from lightning_memguard.core.capture.program import (
+    Context,
+    FewLayers,
+    LoopProgram,
+    Program,
+    check_precision,
+    without_memory,
+)
 from lightning_memguard.core.decision.decision import check_count
 from lightning_memguard.core.device.measurements import Store, learned_from
 from lightning_memguard.core.gpus import Gpu, is_named
@@ -62,6 +69,7 @@ class Subject:
         changes: done to each copy of a LightningModule before it is recorded.
         notes: assumptions, in plain words.
         differ: whether batches of its data differ in size, see `RunSamples`.
+        few: the model with fewer layers, see `LoopProgram`.
     """
 
     model: nn.Module
@@ -82,6 +90,7 @@ class Subject:
     changes: tuple[Change, ...] = ()
     notes: tuple[str, ...] = ()
     differ: bool = False
+    few: FewLayers | None = None
 
     @property
     def layout(self) -> Layout | None:
@@ -303,7 +312,7 @@ def program_of(subject: Subject, target: Target) -> Program:
     loop = model, subject.batches, step, subject.optimizer, device, subject.precision, subject.training, target.gpu
     if subject.strategy is None:
         accumulated = subject.trainer.get("accumulate_grad_batches", 1)
-        return LoopProgram(*loop, context=subject.context, accumulate_grad_batches=accumulated)
+        return LoopProgram(*loop, context=subject.context, accumulate_grad_batches=accumulated, few=subject.few)
     ranks: dict[str, Any] = {"strategy": subject.strategy, "devices": subject.devices, "nodes": subject.nodes}
     return fabric.FabricProgram(*loop, context=subject.context, **ranks)
 

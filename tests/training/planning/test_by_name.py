@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,12 @@ import torch
 
 from lightning_memguard import MemGuardError, estimate
 from lightning_memguard.cli.main import BAD_USE, main
+from lightning_memguard.core.capture.capture import capture_here
 from lightning_memguard.core.decision.decision import Limits
 from lightning_memguard.training.planning import by_name
 from lightning_memguard.training.planning.by_name import FineTuning, config_of, largest_of, model_of, subject_by_name
+from lightning_memguard.training.planning.subject import program_of
+from lightning_memguard.training.planning.target import target_of
 
 TABLE = by_name._table()
 SIZES = {
@@ -77,7 +81,7 @@ def test_the_command_plans_lengths_of_a_configuration_and_the_epoch_over_them(
     out = " ".join(capsys.readouterr().out.split())
     assert "example batch: 1 x 32 int64" in out
     assert "the largest batch size at each length" in out
-    assert "over an epoch of lengths 9..32 the cache" in out
+    assert "over an epoch of lengths" in out
     assert main([*options, "--seq", "32"]) == BAD_USE
 
 
@@ -104,7 +108,7 @@ def test_the_loop_is_that_of_the_trainer(transformers: Any, small: str) -> None:
     assert found.method == "fake"
     assert found.parts["parameters"] == weights
     assert found.parts["optimizer_state"] >= 2 * weights
-    assert any("gradients clipped at 1" in note and "32 tokens" in note for note in found.notes)
+    assert any("gradients clipped at 1" in note and "no sample is padded" in note for note in found.notes)
     assert any(f"transformers {transformers.__version__}" in note and "attention: sdpa" in note for note in found.notes)
 
 
@@ -160,3 +164,34 @@ def test_the_largest_that_fits_fits_and_the_next_does_not(what: str, transformer
     )
     assert most(found.value) == found.footprint.most_device_bytes <= budget < most(found.value + step)
     assert f"the largest {what} is {found.value:,}" in str(found)
+
+
+@pytest.mark.parametrize("settings", [{}, {"lora": 4}, {"checkpointing": True}])
+def test_a_step_of_few_layers_tells_the_step_of_many(
+    settings: dict[str, Any], transformers: Any, tmp_path: Path
+) -> None:
+    """The trace of six layers from those of one, two and three is the one that is captured with all six."""
+    if "lora" in settings:
+        pytest.importorskip("peft", reason="of the extra hf, which is not installed")
+    (tmp_path / "config.json").write_text(json.dumps({**SIZES, "num_hidden_layers": 6}), encoding="utf-8")
+    subject = subject_by_name(FineTuning(str(tmp_path), length=32, **settings))
+    program = program_of(subject, target_of("T4"))
+    few, whole = capture_here(program, 4, "fake"), capture_here(replace(program, few=None), 4, "fake")  # type: ignore[type-var]
+    assert program.few is not None
+    assert program.few.known
+    assert (few.events, few.scratch_spans, few.work) == (whole.events, whole.scratch_spans, whole.work)
+
+
+def test_layers_that_differ_are_all_captured(transformers: Any) -> None:
+    """Gemma 2 attends to a window in every other layer."""
+    assert subject_by_name(FineTuning("google/gemma-2-2b", length=32)).few is None
+
+
+def test_the_loss_of_trl_takes_a_tile_of_logits(transformers: Any, small: str) -> None:
+    """Tokens but the last of each sample times 32,768 columns, whatever the vocabulary."""
+    pytest.importorskip("trl", reason="TRL is not installed")
+    found = estimate(hf=FineTuning(small, length=256, checkpointing=True, trl=True), batch_size=2, device="T4")
+    tile = 2 * 255 * 32768 * 4
+    assert found.method == "fake"
+    assert tile < found.peak_allocated_bytes < 1.5 * tile
+    assert any("loss: of TRL" in note for note in found.notes)
