@@ -36,6 +36,8 @@ _DROPOUT = _aten.native_dropout.default
 _EXCHANGES = ("_allgather_base_", "_reduce_scatter_base_")  # of a rank's part with all parts
 _TIMED = frozenset(("mm", "addmm", "bmm", "baddbmm", "convolution", "_convolution_pointwise", "_mkl_linear"))
 
+_PADDED = {torch.float16: (8, 64), torch.bfloat16: (8, 64), torch.float32: (4, 4)}  # the least of any GPU in gpus.csv
+
 
 def this_cpu(threads: int) -> CpuTarget:
     """Return the properties of this machine's CPU that scratch depends on."""
@@ -65,6 +67,8 @@ class KernelScratch:
         self._cublas_lt: set[bool] = set()  # likewise
         self.is_autotuned = False
         self.largest_product = 0
+        self.may_pad = False  # torch.compile pads matrices by their speed
+        self.padded = 0
         self.inside = 0  # the operator that is noted next, where it was asked
 
     def begin_phase(self) -> None:
@@ -85,6 +89,8 @@ class KernelScratch:
         results = [out] if type(out) is FakeTensor or type(out) is Tensor else list(plain_tensors(out))
         if self.is_autotuned and results and short in _TIMED:
             self.largest_product = max(self.largest_product, results[0].numel() * results[0].element_size())
+        if self.may_pad and results and short in ("mm", "addmm", "bmm"):
+            self._note_padded(args, results[0])
         elsewhere = bool(results) and results[0].device.type != storages.device_type
         if namespace == "c10d" and short in _EXCHANGES:
             storages.label([max(plain_tensors(list(args[:2])), key=torch.Tensor.numel)], "communication")
@@ -115,6 +121,15 @@ class KernelScratch:
             inside = asked_bytes(func, args, kwargs) or 0
         if inside:  # it grows with the batch size as the results do
             storages.add_row("free", storages.take(inside, name, "workspaces"), name)
+
+    def _note_padded(self, args: tuple[Any, ...], out: Tensor) -> None:
+        """`can_pad` and `is_mm_compute_bound` in torch/_inductor/fx_passes/pad_mm.py: copies of all three matrices."""
+        first, second = args[-2:]
+        rows, inner, columns = sizes = (*first.shape[-2:], second.shape[-1])
+        multiple, least_work = _PADDED.get(out.dtype, (1, 0))
+        work = rows * inner * columns / (rows * inner + inner * columns + rows * columns or 1)  # for each number
+        if work > least_work and any(size % multiple for size in sizes if size != 1):
+            self.padded = max(self.padded, sum(each.numel() * each.element_size() for each in (first, second, out)))
 
     def _open_cublas(self, operator: str, kernel_target: CudaTarget) -> None:
         """Forward and backward pass run in different threads, each with a cuBLAS handle and its workspace."""

@@ -100,8 +100,8 @@ class Surveyor:
             traces = found.surveyed
             if not any(trace.has_note("uncompiled") for trace in traces.values()):
                 return found
-            if program.device.type != "cpu":
-                return replace(found, notes=(*found.notes, "torch.compile is followed on the CPU only"))
+            if program.device.type != "cpu" and program.gpu is None:
+                return replace(found, notes=(*found.notes, "torch.compile is followed on CPUs and NVIDIA's GPUs only"))
             near = min(traces, key=lambda size: abs(size - batch_size))
             if found.method != "states" and not found.variants:
                 found = replace(found, reads=traces[near].answers)

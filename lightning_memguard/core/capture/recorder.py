@@ -31,6 +31,7 @@ from lightning_memguard.core.foreign import aten, patched
 from lightning_memguard.core.isolation.pool import beat
 from lightning_memguard.core.simulation import (
     compiled,
+    compiled_cuda,
     constants,
     cudnn_rnn,
     fake,
@@ -57,7 +58,7 @@ from lightning_memguard.core.torch_port import (
 )
 from lightning_memguard.core.trace.kept import Kept
 from lightning_memguard.core.trace.scratch import CudaTarget
-from lightning_memguard.core.trace.trace import Answers, Event, Method, Shares, Trace
+from lightning_memguard.core.trace.trace import WORTH_A_NOTE, Answers, Event, Method, Shares, Trace
 from lightning_memguard.core.trace.work import COMMUNICATION, RANDOM, SPECIAL, TRANSFER, Work
 from lightning_memguard.errors import CannotTraceError, MemGuardError
 
@@ -100,6 +101,7 @@ class Recorder(Storages, TorchDispatchMode):
         self._checks: dict[str, None] = {}  # lines
         self._value_sizes, self.reads = ValueSizes(shares), Reads(answers)
         self._scratch = KernelScratch(self, kernel_target)
+        self._scratch.may_pad = compiled and kernel_target is not None
         self.ran_backward = False
         self.draws = False  # random numbers of Python's or NumPy's
         self.scripted = False  # by TorchScript, which does otherwise in its first run
@@ -110,6 +112,8 @@ class Recorder(Storages, TorchDispatchMode):
         self.flops: Counter[str] | None = None  # of products in the forward pass by module, if they are counted
         self.in_linear: int | None = None  # while it runs, the first block that it may have made
         self._below_autograd = False
+        self._pool: set[int] = set()  # blocks of compiled programs
+        self._copied = 0  # of what such a program is given
         self._first_of_node = 0  # the first block that the node of the backward pass that runs now may have made
 
     # -- called by the code that runs the step
@@ -166,6 +170,43 @@ class Recorder(Storages, TorchDispatchMode):
         """Note that kernels of products and convolutions may be chosen by torch.compile for their speed from now on."""
         self._scratch.is_autotuned = True
         self.assumptions[_AUTOTUNED] = None
+
+    def note_graphs(self) -> None:
+        """Note that what torch.compile makes of the step runs as CUDA graphs, which keep memory to themselves."""
+        self.assumptions[_GRAPHS] = None
+
+    def pooled(self, call: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Return a compiled program that runs with its blocks known as those of the pool that CUDA graphs share."""
+
+        def ran(args: Any) -> Any:
+            given = set(map(self.block_behind, plain_tensors(list(args)))) - self._pool - {-1}  # the program frees them
+            copied = [self._bytes[block] for block in given if self._parts.get(block) not in _NOT_COPIED]
+            self._copied = max(self._copied, sum(copied))
+            first = len(self._bytes)
+            try:
+                return call(args)
+            finally:
+                self._pool.update(range(first, len(self._bytes)))
+
+        return ran
+
+    def _chosen_bytes(self) -> int:
+        """Return what a compiled step takes at most by choices that are made on a device."""
+        scratch, apart = self._scratch, self._apart() if _GRAPHS in self.assumptions else 0
+        if scratch.padded >= WORTH_A_NOTE:
+            self.assumptions[_PADS] = None
+        timed = compiled_cuda.timing_bytes(scratch.target) if self._pool else 0
+        return max(scratch.largest_product, scratch.padded) + timed + apart
+
+    def _apart(self) -> int:
+        """Return what it takes at most that blocks of a pool and others cannot be in each other's place."""
+        now, peaks = [0, 0], [0, 0, 0]
+        for row in self.rows:
+            if row.case != "high":
+                place = row.block in self._pool
+                now[place] += row.nbytes if row.action == "alloc" else -row.nbytes
+                peaks = list(map(max, peaks, (*now, sum(now))))
+        return peaks[0] + peaks[1] - peaks[2] + self._copied
 
     def note_uncompiled(self, note: str) -> None:
         """Note that what torch.compile would compile runs as it was written."""
@@ -333,15 +374,15 @@ class Recorder(Storages, TorchDispatchMode):
             for row in _in_steady_order(self.rows)
         )
         kernels, spans, held_at = tuple(self._scratch.kernels), tuple(self._scratch.spans), self._held_at
+        chosen = self._chosen_bytes() if self.compiled else 0
+        if chosen:
+            self.expect(chosen, "workspaces", at_most=True)
+            kernels = spans = ()
         first = len(self._bytes)
         expected = [
             Event("alloc", first + index, nbytes, part, "setup", case=case)
             for index, (case, part, nbytes) in enumerate(self._expected)
         ]
-        if self._scratch.largest_product:
-            where = "workspaces", "setup"
-            expected.append(Event("alloc", first + len(expected), self._scratch.largest_product, *where, case="high"))
-            kernels = spans = ()
         later = len(expected)
         events = (*events[:held_at], *expected, *events[held_at:])
         spans = tuple(
@@ -399,6 +440,15 @@ _AUTOTUNED = (
     "result of the largest matrix product or convolution"
 )
 
+_GRAPHS = (
+    "torch.compile records CUDA graphs, which keep their memory to themselves: predicted as without, and at most with "
+    "all of it apart and their inputs twice"
+)
+_PADS = (
+    "torch.compile may pad matrices whose sizes are not multiples of 8, by their speed: predicted without, and at most "
+    "with copies of the largest"
+)
+_NOT_COPIED = ("parameters", "buffers")
 
 # benchmarks/published_sharded.py: 84,068 MiB predicted; 78,848 measured compiled, 78,643 with float8 as well.
 _COMPILED_SHARDS = (
@@ -551,17 +601,17 @@ def watching(recorder: Recorder, module: nn.Module) -> Iterator[None]:
         walked = fake_cuda.simulated_gpu() is not None or (on_cpu and fake_cuda.can_simulate_cuda())
         exits.enter_context(streams.watched(recorder))
         paths_mode = _ModulePaths(recorder, walked=walked)
+        exits.enter_context(one_rank.watched(recorder.note_resized, recorder.paused))
         if walked:
             exits.enter_context(walking(paths_mode.enter_node))
         if recorder.compiled:
             dispatch = torch.compiler.disable(Recorder.__torch_dispatch__)
             exits.enter_context(patched(Recorder, __torch_dispatch__=dispatch))
-            exits.enter_context(compiled.compiling(recorder.note_autotuning))
+            exits.enter_context(compiled.compiling(recorder))
         else:
             exits.enter_context(compiled.noting(recorder.note_uncompiled))
             exits.enter_context(patched(constants, note_check=recorder.note_check))
             exits.enter_context(patched(torch, get_rng_state=_watched(recorder, torch.get_rng_state)))
-            exits.enter_context(one_rank.watched(recorder.note_resized, recorder.paused))
             exits.enter_context(paths_mode)
             exits.enter_context(fast_paths.taken())
         exits.enter_context(recorder)

@@ -11,14 +11,16 @@ Private names of torch's compiler are used in this file only. Checked on torch 2
 from __future__ import annotations
 
 import contextlib
-import importlib
+import importlib.util
 import io
+import operator
+import sys
 import threading
 import types
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,6 +30,7 @@ from lightning_memguard.core import torch_port as port
 from lightning_memguard.core.foreign import added, patched
 from lightning_memguard.core.foreign import aten as _aten
 from lightning_memguard.core.isolation.pool import beat
+from lightning_memguard.core.simulation import compiled_cuda, fake_cuda
 from lightning_memguard.core.simulation.backward import release_saved
 from lightning_memguard.core.torch_port import OpOverload
 from lightning_memguard.core.trace.trace import Answers, Note
@@ -115,24 +118,37 @@ _QUIET = {  # of `torch._inductor.config`: nothing is cached on disk, and no pro
 }
 
 
+class Watcher(Protocol):
+    """Is told what a compilation cannot decide without a device; a recorder is one."""
+
+    def note_autotuning(self) -> None:
+        """Something is compiled whose kernels torch would choose by their speed."""
+
+    def note_graphs(self) -> None:
+        """Something is compiled whose kernels would be recorded as CUDA graphs."""
+
+    def pooled(self, call: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Return a compiled program that is watched while it runs."""
+
+
 @contextmanager
-def compiling(on_autotune: Callable[[], object]) -> Iterator[None]:
+def compiling(watcher: Watcher) -> Iterator[None]:
     """Run compiled code on fake tensors, with kernels that do nothing, while the context is open.
 
     Forgets what was compiled in this process before, and patches torch's compiler for all its threads.
-
-    Args:
-        on_autotune: called before something is compiled whose kernels torch would choose by their speed.
     """
+    gpu = fake_cuda.simulated_gpu()
     with ExitStack() as exits:
+        if gpu is not None:
+            exits.enter_context(compiled_cuda.compiling_for(gpu))
         inductor: Any = importlib.import_module("torch._inductor.config")
-        always = any(getattr(inductor, name) for name in _CHOOSE_KERNELS)
+        always = {name for name in (*_CHOOSE_KERNELS, _GRAPHS) if operator.attrgetter(name)(inductor)}
         quiet = {**_QUIET, **dict.fromkeys((*_CHOOSE_KERNELS, *_ON_DEVICE), False)}
         exits.enter_context(inductor.patch({name: value for name, value in quiet.items() if name in inductor._config}))
         functorch: Any = importlib.import_module("torch._functorch.config")
         exits.enter_context(functorch.patch(enable_autograd_cache=False))
-        patches = (*_without_kernels(), *_in_memory(), *_through_dispatch(), *_when_walked())
-        for home, name, instead in (*patches, _without_timing(on_autotune, always=always)):
+        patches = (*_without_kernels(), *_in_memory(watcher.pooled), *_through_dispatch(), *_when_walked())
+        for home, name, instead in (*patches, _without_timing(watcher, always)):
             exits.enter_context((added if name == "open" else patched)(home, **{name: instead}))
         exits.enter_context(torch.compiler.set_stance("default"))
         torch._dynamo.reset()
@@ -154,15 +170,18 @@ def _without_kernels() -> Iterator[_Patch]:
     yield importlib.import_module("torch._inductor.cpu_vec_isa").VecISA, "check_build", lambda *_: True
 
 
-def _without_timing(on_autotune: Callable[[], object], *, always: bool) -> _Patch:
+def _without_timing(watcher: Watcher, always: set[str]) -> _Patch:
     """Patch ``compile_fx``: nothing is timed to choose between kernels, and nothing recorded as a CUDA graph."""
     home = importlib.import_module("torch._inductor.compile_fx")
     original = home.compile_fx
 
     def compile_fx(*args: object, config_patches: dict[str, Any] | None = None, **kwargs: object) -> Any:
         asked = config_patches or {}
-        if always or any(asked.get(name) for name in _CHOOSE_KERNELS):
-            on_autotune()
+        chosen = always | {name for name, value in asked.items() if value}
+        if not chosen.isdisjoint(_CHOOSE_KERNELS):
+            watcher.note_autotuning()
+        if _GRAPHS in chosen and fake_cuda.simulated_gpu() is not None:
+            watcher.note_graphs()
         wanted = {name: value for name, value in asked.items() if name not in (*_CHOOSE_KERNELS, *_ON_DEVICE)}
         return original(*args, config_patches=wanted or None, **kwargs)
 
@@ -170,10 +189,11 @@ def _without_timing(on_autotune: Callable[[], object], *, always: bool) -> _Patc
 
 
 _CHOOSE_KERNELS = ("max_autotune", "max_autotune_gemm", "max_autotune_pointwise")
-_ON_DEVICE = ("coordinate_descent_tuning", "triton.cudagraphs")
+_GRAPHS = "triton.cudagraphs"
+_ON_DEVICE = ("coordinate_descent_tuning", _GRAPHS)
 
 
-def _in_memory() -> Iterator[_Patch]:
+def _in_memory(watched: Callable[[Callable[[Any], Any]], Callable[[Any], Any]]) -> Iterator[_Patch]:
     """The program that Inductor writes stays in memory: a child cannot write files."""
     cache = importlib.import_module("torch._inductor.codecache")
     sources: dict[str, str] = {}
@@ -195,8 +215,11 @@ def _in_memory() -> Iterator[_Patch]:
     ) -> types.ModuleType:
         module = types.ModuleType(f"torch._inductor.runtime.compile_tasks.{key}")
         module.__file__ = path
-        exec(compile(sources[path], path, "exec", dont_inherit=True), module.__dict__)  # noqa: S102 - as torch does
+        with _triton_importable():
+            exec(compile(sources[path], path, "exec", dont_inherit=True), module.__dict__)  # noqa: S102 - as torch does
         vars(module).update(attrs or {})
+        if "call" in vars(module):
+            vars(module)["call"] = watched(vars(module)["call"])
         return module
 
     def open_source(path: Any, *args: Any, **kwargs: Any) -> Any:
@@ -205,6 +228,18 @@ def _in_memory() -> Iterator[_Patch]:
     yield importlib.import_module("torch._inductor.output_code"), "open", open_source
     yield cache, "write", write
     yield cache.PyCodeCache, "load_by_key_path", classmethod(load)
+
+
+@contextmanager
+def _triton_importable() -> Iterator[None]:
+    """Let a program import Triton where it is not installed, of which it uses nothing but kernels."""
+    names = () if importlib.util.find_spec("triton") else ("triton", "triton.language")
+    sys.modules.update({name: types.ModuleType(name) for name in names})
+    try:
+        yield
+    finally:
+        for name in names:
+            del sys.modules[name]
 
 
 def _through_dispatch() -> Iterator[_Patch]:

@@ -96,10 +96,17 @@ def in_use() -> int:
     return _streams[-1].cuda_stream
 
 
-@contextmanager
-def _on_stream(stream: FakeStream | None) -> Iterator[None]:
-    with stream if isinstance(stream, FakeStream) else nullcontext():
-        yield
+class _OnStream:
+    """A ``torch.cuda.StreamContext`` of the simulated GPU; Dynamo asks for the class."""
+
+    def __init__(self, stream: FakeStream | None) -> None:
+        self._within = stream if isinstance(stream, FakeStream) else nullcontext()
+
+    def __enter__(self) -> None:
+        self._within.__enter__()
+
+    def __exit__(self, *raised: object) -> None:
+        self._within.__exit__(*raised)
 
 
 def _synchronize(*_: object) -> None:
@@ -112,8 +119,8 @@ def functions() -> dict[str, Callable[..., Any]]:
     return {
         "Stream": FakeStream,
         "Event": FakeEvent,
-        "stream": _on_stream,
-        "StreamContext": _on_stream,
+        "stream": _OnStream,
+        "StreamContext": _OnStream,
         "current_stream": lambda *_: _streams[-1],
         "default_stream": lambda *_: _streams[0],
         "set_stream": lambda stream: _streams.__setitem__(-1, stream),

@@ -1,0 +1,171 @@
+"""torch.compile for a simulated GPU: what Dynamo and Inductor ask of CUDA and of Triton, answered without either.
+
+Nothing of it depends on a GPU, a build with CUDA, or Triton: kernels are written, never built. What is changed for that
+in torch's compiler is not put back everywhere (it caches what it was told), so all of it happens in a child. Checked on
+torch 2.11 and 2.13: `tests/core/simulation/test_compiled.py` has canary tests for the private names.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import Library
+
+from lightning_memguard.core import torch_port as port
+from lightning_memguard.core.foreign import added, nothing, patched
+from lightning_memguard.core.gpus import Gpu
+from lightning_memguard.core.isolation.pool import in_child
+from lightning_memguard.core.simulation import sdpa
+from lightning_memguard.core.torch_port import FakeTensorMode
+from lightning_memguard.core.trace.scratch import CudaTarget
+from lightning_memguard.errors import CannotTraceError
+
+_DEVICE = torch.cuda.device  # Dynamo asks for the class, which `simulated_cuda` replaces
+
+
+@contextmanager
+def compiling_for(gpu: Gpu) -> Iterator[None]:
+    """Let torch compile for a GPU, inside `simulated_cuda`.
+
+    Raises:
+        CannotTraceError: this process is not a child.
+    """
+    if not in_child():
+        raise CannotTraceError("torch.compile is followed for a GPU in a child process only, and this system has none")
+    hints: Any = importlib.import_module("torch._inductor.runtime.hints")
+    hints.DeviceProperties.create.__func__.cache_clear()  # of another GPU
+    inductor: Any = importlib.import_module("torch._inductor.config")
+    with ExitStack() as exits:
+        for home, name, instead in (*_of_cuda(), *_of_triton(), *_of_kernels(), *_of_cudnn(), *_as_traced()):
+            exits.enter_context((added if home is torch._C else patched)(home, **{name: instead}))
+        exits.enter_context(inductor.patch(shape_padding=False))  # it is timed on the device
+        exits.enter_context(_attention_of(gpu))
+        yield
+
+
+def timing_bytes(target: object) -> int:
+    """Return what the first step takes to time its kernels: a buffer as large as the GPU's cache (`benchmark_gpu`)."""
+    return _CACHE_MIB.get(target.compute_capability, 6) << 20 if isinstance(target, CudaTarget) else 0
+
+
+_CACHE_MIB = {(8, 0): 40, (8, 9): 96, (9, 0): 50, (10, 0): 126, (12, 0): 128}  # L2, of the largest GPU
+
+_Patch = tuple[Any, str, Any]
+
+
+def _zero() -> Callable[..., int]:
+    return lambda *_: 0  # another function each time: Dynamo has a table of them
+
+
+def _of_cuda() -> Iterator[_Patch]:
+    """The device, as `simulated_cuda` has it, in the place where the compiler asks for it."""
+    cuda, interfaces = torch.cuda, importlib.import_module("torch._dynamo.device_interface")
+    yield cuda, "device", _DEVICE
+    yield cuda, "get_rng_state", lambda *_: torch.get_rng_state()
+    for name in ("set_rng_state", "_lazy_init"):
+        yield cuda, name, nothing
+    for name in ("_exchange_device", "_maybe_exchange_device"):
+        yield cuda, name, _zero()
+    yield torch._C, "_cuda_getCurrentRawStream", _zero()
+    for name in _SIMULATED:
+        yield interfaces.CudaInterface, name, staticmethod(getattr(cuda, name))
+    for name in ("get_raw_stream", "exchange_device", "maybe_exchange_device"):
+        yield interfaces.CudaInterface, name, staticmethod(_zero())
+    yield interfaces, "caching_worker_current_devices", {"cuda": 0}
+    yield interfaces, "caching_worker_device_properties", {"cuda": [cuda.get_device_properties(0)]}
+    yield FakeTensorMode, "avoid_device_init", True
+
+
+_SIMULATED = (
+    *("current_device", "set_device", "device_count", "get_device_properties", "memory_allocated", "is_bf16_supported"),
+    *("current_stream", "stream", "set_stream", "synchronize"),
+)
+
+
+def _of_triton() -> Iterator[_Patch]:
+    """Triton, of which nothing runs."""
+    triton = importlib.import_module("torch.utils._triton")
+    yield triton, "triton_hash_with_backend", lambda: ""
+    yield triton, "triton_backend", nothing
+    yield importlib.import_module("torch._inductor.scheduler"), "has_triton", lambda *_, **__: True
+    interfaces = importlib.import_module("torch._dynamo.device_interface")
+    yield interfaces.CudaInterface, "raise_if_triton_unavailable", staticmethod(nothing)
+
+
+def _of_kernels() -> Iterator[_Patch]:
+    """Functions in whose place `simulated_cuda` has its own, which Dynamo would trace."""
+    for home, name in ((torch, "batch_norm"), (torch.nn.functional, "scaled_dot_product_attention")):
+        yield home, name, getattr(home, name).__wrapped__
+    recurrent = port.recurrent_functions()
+    for name in port.RECURRENT:  # Dynamo leaves these layers as they are
+        yield recurrent, name, torch.compiler.disable(getattr(recurrent, name))
+
+
+def _of_cudnn() -> Iterator[_Patch]:
+    """The layout of convolutions' results in a build without CUDA: Inductor plans with it, as fake tensors show it.
+
+    `_select_conv_backend` in aten/src/ATen/native/Convolution.cpp, `cudnn_conv_suggest_memory_format` in ConvUtils.h.
+    """
+    c: Any = torch._C
+    select, layout_of, backends = c._select_conv_backend, c._conv_determine_backend_memory_format, c._ConvBackend
+
+    def has_channels_last(*tensors: Tensor) -> bool:
+        orders = {port.suggested_format(each) for each in tensors if each.dtype != torch.float64}
+        return not orders <= {torch.contiguous_format}
+
+    def select_backend(x: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Any:
+        found = select(x, weight, *args, **kwargs)
+        is_depthwise = found in (backends.CudaDepthwise2d, backends.CudaDepthwise3d)
+        runs_cudnn = has_channels_last(x, weight) if is_depthwise else "Slow" in str(found)
+        return backends.Cudnn if x.is_cuda and runs_cudnn else found
+
+    def layout(x: Tensor, weight: Tensor, backend: Any) -> torch.memory_format:
+        if backend != backends.Cudnn:
+            return layout_of(x, weight, backend)  # type: ignore[no-any-return]
+        last = torch.channels_last if x.dim() == _IMAGES else torch.channels_last_3d
+        return last if has_channels_last(x, weight) else torch.contiguous_format
+
+    if torch.version.cuda is None:
+        yield c, "_select_conv_backend", select_backend
+        yield c, "_conv_determine_backend_memory_format", layout
+
+
+_IMAGES = 4  # dimensions
+
+
+@contextmanager
+def _attention_of(gpu: Gpu) -> Iterator[None]:
+    """Choose a GPU's kernel for attention where autograd takes the function apart, below Dynamo."""
+
+    def attend(*args: Any, **kwargs: Any) -> Tensor:
+        return sdpa.attend(sdpa.Attention(*args, **kwargs, capability=gpu.compute_capability))
+
+    library = Library("aten", "IMPL")
+    try:
+        library.impl("scaled_dot_product_attention", attend, "AutogradCUDA")
+        yield
+    finally:
+        library._destroy()
+
+
+def _as_traced() -> Iterator[_Patch]:
+    """Patch what runs operators for their values while it compiles: on the CPU."""
+    folder = importlib.import_module("torch._inductor.fx_passes.joint_graph").UniformValueConstantFolder
+    deduce = folder._deduce_value
+
+    def deduced(self: Any, node: Any) -> Any:
+        given, device = dict(node.kwargs), node.kwargs.get("device")
+        if node.op != "call_function" or not isinstance(device, torch.device) or device.type != "cuda":
+            return deduce(self, node)
+        node.kwargs = {**given, "device": torch.device("cpu")}
+        try:
+            return deduce(self, node)
+        finally:
+            node.kwargs = given
+
+    yield folder, "_deduce_value", deduced
