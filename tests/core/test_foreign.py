@@ -293,6 +293,7 @@ NOT_NEEDED = {
     "torch.distributed.tensor.debug._clear_sharding_prop_cache",
     "torch._C._get_sdp_priority_order",
     "torch._C._autograd._get_current_graph_task_keep_graph",
+    "torch._inductor.fx_passes.joint_graph.UniformValueConstantFolder._deduce_value",
 }
 
 

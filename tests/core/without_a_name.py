@@ -165,7 +165,10 @@ def estimated(path: str, device: str, strategy: str, put_back: Callable[[], None
 
     def peak() -> tuple[int, tuple[str, ...]]:
         module, how = (Sharded(), pl.strategies.ModelParallelStrategy()) if strategy == "fsdp2" else (Small(), strategy)
-        devices = 1 if strategy == "auto" else 2
+        if strategy == "compiled":
+            module.layer.compile()
+            how = "auto"
+        devices = 1 if how == "auto" else 2
         found = estimate(module, torch.randn(4, 8), device=device, strategy=how, devices=devices)
         return found.peak_reserved_bytes, found.notes
 
@@ -192,6 +195,12 @@ ESTIMATED = {
     "torch._C._autograd.SavedTensor": ("H200", "auto"),
     "torch._subclasses.fake_tensor.init_gpu_context": ("H200", "auto"),
 }
+COMPILED_FOR_A_GPU = (
+    *("torch.cuda._", "torch._dynamo.device_interface", "torch._inductor.runtime.hints", "torch._inductor.scheduler"),
+    *("torch._inductor.fx_passes", "torch.utils._triton", "torch._C._select_conv", "torch._C._conv_determine"),
+    *("torch._C._ConvBackend", "torch.library.Library._destroy"),
+)
+ESTIMATED |= dict.fromkeys(COMPILED_FOR_A_GPU, ("H200", "compiled"))
 COMPILED = ("torch._inductor", "torch._functorch.config", "torch._C._dynamo", "torch._dynamo.reset")
 
 

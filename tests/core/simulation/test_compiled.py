@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import shutil
 import subprocess
 import sys
@@ -16,15 +17,19 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_memguard import estimate
+from lightning_memguard.core import gpus
 from lightning_memguard.core.capture.curve import Curve, Terms
 from lightning_memguard.core.capture.predict import Prediction, Surveyor
 from lightning_memguard.core.decision.decision import Budget, Request
 from lightning_memguard.core.replay.settings import AllocatorSettings
-from lightning_memguard.core.simulation import compiled
+from lightning_memguard.core.simulation import compiled, compiled_cuda
 from lightning_memguard.core.simulation.compiled import NOTE
+from lightning_memguard.core.simulation.compiled_cuda import compiling_for
 from lightning_memguard.core.simulation.fake import fake_copy
+from lightning_memguard.core.simulation.fake_cuda import FakeCudaMode, simulated_cuda
 from lightning_memguard.core.trace.growth import grow
 from lightning_memguard.core.trace.trace import Event, Trace
+from lightning_memguard.errors import CannotTraceError
 from lightning_memguard.training.planning.search import largest_that_runs
 
 pytestmark = pytest.mark.exact
@@ -184,6 +189,79 @@ def test_a_compiled_step_reads_the_values_that_it_reads_as_written(broken, reads
     found = branching(reads)
     assert (found.method, found.peak_allocated_bytes) == ("compiled", broken.peak_allocated_bytes)
     assert any("could not run on fake tensors" in note for note in found.notes) == is_real
+
+
+# -- a step compiled for a GPU that is not there
+
+GPU = "NVIDIA A100-SXM4-40GB"
+
+
+class Attending(nn.Module):
+    """Attends in bfloat16, and computes the sine of a cosine of a product whose width is odd."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.packed, self.out = nn.Linear(128, 3 * 128), nn.Linear(128, 1001)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (each.unflatten(-1, (2, 64)).transpose(1, 2) for each in self.packed(x).chunk(3, -1))
+        found = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(found.transpose(1, 2).flatten(2)).cos().sin()
+
+
+def attending(model: nn.Module) -> Any:
+    batch = torch.ones(4, 256, 128, dtype=torch.bfloat16)
+    return estimate(model, batch, step=lambda m, x: m(x).sum(), device=GPU, precision="bf16-true")
+
+
+@pytest.fixture(scope="module")
+def on_gpu() -> Any:
+    return attending(torch.compile(Attending(), mode="reduce-overhead"))
+
+
+def test_a_step_compiled_for_a_gpu_fuses_what_is_not_a_kernel_of_its_libraries(on_gpu):
+    written, operators = attending(Attending()), {event.operator for event in on_gpu.trace}
+    assert (written.method, on_gpu.method) == ("fake", "compiled")
+    assert "aten._scaled_dot_product_flash_attention.default" in operators
+    assert not operators & {"aten.cos.default", "aten.sin.default", "aten.bmm.default"}
+    kept = [sum(each.nbytes for each in found.trace if is_wide(each)) for found in (written, on_gpu)]
+    assert kept == [2 * WIDE, WIDE]  # the product and its cosine; the product alone
+
+
+WIDE = 4 * 256 * 1001 * 2  # bytes
+
+
+def is_wide(event: Event) -> bool:
+    """Whether a result of the model's last layer is kept for the backward pass of the second step."""
+    return (event.action, event.nbytes, event.part, event.step) == ("alloc", WIDE, "activations", 1)
+
+
+def test_what_only_a_device_can_decide_gives_a_range_with_notes(on_gpu):
+    padded = (4 * 256 * 128 + 128 * 1001 + 4 * 256 * 1001) * 2  # both matrices and the product
+    cache_of_an_a100, given_to_a_graph = 40 * MIB, 4 * 256 * 128 * 2
+    above = on_gpu.high.allocated_bytes - on_gpu.peak_allocated_bytes
+    assert above >= padded + cache_of_an_a100 + given_to_a_graph
+    assert [re.findall("pad matrices|CUDA graphs", note) for note in on_gpu.notes] == [
+        ["CUDA graphs"],
+        ["pad matrices"],
+    ]
+
+
+def test_a_process_that_is_not_a_child_compiles_for_no_gpu():
+    found = gpus.find(GPU)
+    with pytest.raises(CannotTraceError, match="in a child"), compiling_for(found):
+        pass
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="a build with CUDA knows")
+def test_a_build_without_cuda_knows_the_layout_of_convolutions_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(compiled_cuda, "in_child", lambda: True)
+    gpu = gpus.find(GPU)
+    with simulated_cuda(gpu), compiling_for(gpu), FakeCudaMode():
+        for layout in (torch.channels_last, torch.contiguous_format):
+            x = torch.empty(2, 8, 16, 16, device="cuda:0").to(memory_format=layout)
+            weight = torch.empty(4, 8, 3, 3, device="cuda:0")
+            assert nn.functional.conv2d(x, weight).is_contiguous(memory_format=layout)
 
 
 MEASURE = """
