@@ -17,6 +17,7 @@ from lightning_memguard import estimate
 IN_THIS_PROCESS: dict[str, Callable[[], Any]] = {
     "lightning_memguard.core.capture.capture.in_child": lambda: True,
     "lightning_memguard.core.capture.leftovers.in_child": lambda: True,
+    "lightning_memguard.core.simulation.compiled_cuda.in_child": lambda: True,
     "lightning_memguard.core.isolation.pool.can_fork": lambda: False,
     "lightning_memguard.training.adapter.epoch_end.is_forked": lambda: True,
     "lightning_memguard.training.data.workers.collected_bytes": lambda: 0,

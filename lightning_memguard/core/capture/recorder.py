@@ -211,8 +211,6 @@ class Recorder(Storages, TorchDispatchMode):
     def note_uncompiled(self, note: str) -> None:
         """Note that what torch.compile would compile runs as it was written."""
         self.assumptions[note] = None
-        if one_rank.ranks_here() > 1:
-            self.assumptions[_COMPILED_SHARDS] = None
 
     def note_check(self) -> None:
         """Note that a check of values is assumed to find nothing wrong, if it is the user's own."""
@@ -449,12 +447,6 @@ _PADS = (
     "with copies of the largest"
 )
 _NOT_COPIED = ("parameters", "buffers")
-
-# benchmarks/published_sharded.py: 84,068 MiB predicted; 78,848 measured compiled, 78,643 with float8 as well.
-_COMPILED_SHARDS = (
-    "a compiled step of sharded parameters may take less: Llama 3.1 8B under FSDP2 measured 6 to 7 % less, compiled "
-    "and with float8, than is predicted without"
-)
 
 
 def call_with_overrides(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:

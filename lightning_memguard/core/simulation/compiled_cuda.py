@@ -59,7 +59,8 @@ _Patch = tuple[Any, str, Any]
 
 
 def _zero() -> Callable[..., int]:
-    return lambda *_: 0  # another function each time: Dynamo has a table of them
+    """A function that returns 0: another one each time, since Dynamo has a table of them."""
+    return lambda *_, **__: 0
 
 
 def _of_cuda() -> Iterator[_Patch]:
@@ -67,9 +68,7 @@ def _of_cuda() -> Iterator[_Patch]:
     cuda, interfaces = torch.cuda, importlib.import_module("torch._dynamo.device_interface")
     yield cuda, "device", _DEVICE
     yield cuda, "get_rng_state", lambda *_: torch.get_rng_state()
-    for name in ("set_rng_state", "_lazy_init"):
-        yield cuda, name, nothing
-    for name in ("_exchange_device", "_maybe_exchange_device"):
+    for name in ("set_rng_state", "_lazy_init", "_exchange_device", "_maybe_exchange_device"):
         yield cuda, name, _zero()
     yield torch._C, "_cuda_getCurrentRawStream", _zero()
     for name in _SIMULATED:

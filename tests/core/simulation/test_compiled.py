@@ -258,6 +258,7 @@ def test_a_build_without_cuda_knows_the_layout_of_convolutions_on_a_gpu(monkeypa
     monkeypatch.setattr(compiled_cuda, "in_child", lambda: True)
     gpu = gpus.find(GPU)
     with simulated_cuda(gpu), compiling_for(gpu), FakeCudaMode():
+        assert torch._dynamo.trace_rules.get_torch_obj_rule_map()  # which wants functions of their own
         for layout in (torch.channels_last, torch.contiguous_format):
             x = torch.empty(2, 8, 16, 16, device="cuda:0").to(memory_format=layout)
             weight = torch.empty(4, 8, 3, 3, device="cuda:0")
