@@ -5,6 +5,9 @@ cuDNN's workspaces from the package's table here, as a CPU-only build does: a CU
 
     python benchmarks/builds.py --write cpu.json        # in the environment with the CPU-only build
     python benchmarks/builds.py --compare cpu.json      # in the environment with the CUDA build
+    python benchmarks/builds.py --compiled ...          # the models of compiled.py, compiled, in place of the zoo
+
+Compiled steps are those of the compiler that is installed: compare builds of one version.
 """
 
 import argparse
@@ -16,6 +19,8 @@ from unittest import mock
 import torch
 from torch.utils.data import DataLoader
 
+import compiled
+from lightning_memguard import estimate
 from lightning_memguard.core import gpus
 from lightning_memguard.core.capture.predict import predict
 from lightning_memguard.core.kernels import cudnn
@@ -50,14 +55,25 @@ def predict_all() -> dict[str, tuple[str, int, int]]:
     return peaks
 
 
+def predict_compiled() -> dict[str, tuple[str, int, int]]:
+    """Likewise of the models that torch.compile compiles."""
+    peaks = {}
+    for case in compiled.CASES:
+        step = {"step": compiled.loss_of, "optimizer": torch.optim.AdamW, "precision": case.precision}
+        peak = estimate(case.model(), case.batch(case.sizes[1]), device=GPU, **step)
+        peaks[case.name] = (peak.method, peak.peak_allocated_bytes, peak.peak_reserved_bytes)
+    return peaks
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", type=Path, help="write this build's predictions here")
     parser.add_argument("--compare", type=Path, help="compare this build's predictions with those")
+    parser.add_argument("--compiled", action="store_true", help="compiled models in place of the zoo")
     arguments = parser.parse_args()
     quieten()
     with mock.patch.object(cudnn, "workspaces", return_value=None):
-        mine = predict_all()
+        mine = predict_compiled() if arguments.compiled else predict_all()
     if arguments.write:
         arguments.write.write_text(json.dumps({"torch": torch.__version__, "peaks": mine}), encoding="utf-8")
     if not arguments.compare:
