@@ -146,10 +146,11 @@ def compiling(watcher: Watcher) -> Iterator[None]:
         quiet = {**_QUIET, **dict.fromkeys((*_CHOOSE_KERNELS, *_ON_DEVICE), False)}
         exits.enter_context(inductor.patch({name: value for name, value in quiet.items() if name in inductor._config}))
         functorch: Any = importlib.import_module("torch._functorch.config")
-        exits.enter_context(functorch.patch(enable_autograd_cache=False))
+        exits.enter_context(functorch.patch(enable_autograd_cache=False, graphsafe_rng_functionalization=False))
         patches = (*_without_kernels(), *_in_memory(watcher.pooled), *_through_dispatch(), *_when_walked())
         for home, name, instead in (*patches, _without_timing(watcher, always)):
             exits.enter_context((added if name == "open" else patched)(home, **{name: instead}))
+        exits.enter_context(_drawing_again(type(watcher)))
         exits.enter_context(torch.compiler.set_stance("default"))
         torch._dynamo.reset()
         exits.callback(torch._dynamo.reset)
@@ -272,6 +273,31 @@ def _when_walked() -> Iterator[_Patch]:
 
     yield BackwardCFunction, "maybe_clear_saved_tensors", clear_saved
     yield torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: False
+
+
+@contextmanager
+def _drawing_again(mode_type: type) -> Iterator[None]:
+    """Run operators that draw random numbers, and those that draw the same again, as in compiled checkpoints."""
+
+    def saved(mode: Any, func: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
+        state = torch.get_rng_state()
+        with mode:
+            mode.watch(state, "get_rng_state")
+            return state, func(*args, **kwargs)
+
+    def again(mode: Any, _: Tensor, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with mode:
+            return func(*args, **kwargs)
+
+    prims: Any = importlib.import_module("torch._prims.rng_prims")
+    rules = ((prims.run_and_save_rng_state, saved), (prims.run_with_rng_state, again))
+    for around, rule in rules:
+        around.python_key_table[mode_type] = rule
+    try:
+        yield
+    finally:
+        for around, _ in rules:
+            del around.python_key_table[mode_type]
 
 
 @contextmanager

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
 
 from lightning_memguard import estimate
 from lightning_memguard.core import gpus
@@ -189,6 +190,25 @@ def test_a_compiled_step_reads_the_values_that_it_reads_as_written(broken, reads
     found = branching(reads)
     assert (found.method, found.peak_allocated_bytes) == ("compiled", broken.peak_allocated_bytes)
     assert any("could not run on fake tensors" in note for note in found.notes) == is_real
+
+
+class Recomputing(nn.Module):
+    """Draws random numbers in a checkpoint, and the same again in the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(64, 256), nn.Dropout(0.5), nn.GELU(), nn.Linear(256, 64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.layers, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+def test_a_checkpoint_inside_of_a_compiled_module_is_recomputed():
+    found = planned(torch.compile(Recomputing()))
+    assert (found.method, found.notes) == ("compiled", ())
+    made = [event for event in found.trace if (event.action, event.nbytes) == ("alloc", 256 * 256 * 4)]
+    assert made
+    assert not [event for event in made if event.part == "activations"]
 
 
 # -- a step compiled for a GPU that is not there
