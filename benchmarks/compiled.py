@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import checkpoint
 
 from lightning_memguard import estimate
 from shared import zoo
@@ -80,6 +81,21 @@ class GraphBreak(nn.Module):
         return self.head(F.gelu(self.second(x)) * x)
 
 
+class Checkpointed(nn.Module):
+    """Checkpoints that draw random numbers, inside of what is compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts, self.head = nn.ModuleList(mlp(0.2)[:3] for _ in range(3)), nn.Linear(512, 10)
+        self.back = nn.ModuleList(nn.Linear(512, 256) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part, back in zip(self.parts, self.back, strict=True):
+            inner = checkpoint(part, x, use_reentrant=False)
+            x = back(inner)
+        return self.head(inner)
+
+
 def parts_of(model: nn.Module) -> nn.Module:
     """`Module.compile()` on parts."""
     for block in model.blocks:
@@ -125,6 +141,7 @@ CASES = (
     Case("lstm", lambda: torch.compile(LSTM()), rows(30, 32), (16, 64)),
     Case("graph_break", lambda: torch.compile(GraphBreak()), rows(256), (256, 1024)),
     Case("dropout", lambda: torch.compile(mlp(0.2)), rows(256), (256, 1024)),
+    Case("checkpointed", lambda: torch.compile(Checkpointed()), rows(256), (256, 1024)),
     Case("dynamic", lambda: torch.compile(mlp(), dynamic=True), rows(256), (256, 1024)),
     Case("gpt_parts", lambda: parts_of(gpt()), tokens, (8, 24), 1000),
     Case("gpt_bf16", lambda: torch.compile(gpt()), tokens, (8, 24), 1000, "bf16-mixed"),

@@ -36,7 +36,7 @@ def compiling_for(gpu: Gpu) -> Iterator[None]:
         CannotTraceError: this process is not a child.
     """
     if not in_child():
-        raise CannotTraceError("torch.compile is followed for a GPU in a child process only, and this system has none")
+        raise CannotTraceError("torch.compile is followed for a GPU in a child process only")
     hints: Any = importlib.import_module("torch._inductor.runtime.hints")
     hints.DeviceProperties.create.__func__.cache_clear()  # of another GPU
     inductor: Any = importlib.import_module("torch._inductor.config")

@@ -269,7 +269,7 @@ def test_what_only_a_device_can_decide_gives_a_range_with_notes(on_gpu):
 
 def test_a_process_that_is_not_a_child_compiles_for_no_gpu():
     found = gpus.find(GPU)
-    with pytest.raises(CannotTraceError, match="in a child"), compiling_for(found):
+    with pytest.raises(CannotTraceError, match="in a child process only"), compiling_for(found):
         pass
 
 
