@@ -279,13 +279,13 @@ def _when_walked() -> Iterator[_Patch]:
 def _drawing_again(mode_type: type) -> Iterator[None]:
     """Run operators that draw random numbers, and those that draw the same again, as in compiled checkpoints."""
 
-    def saved(mode: Any, func: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
+    def saved(mode: Any, func: Callable[..., Any], *args: object, **kwargs: object) -> tuple[Tensor, Any]:
         state = torch.get_rng_state()
         with mode:
             mode.watch(state, "get_rng_state")
             return state, func(*args, **kwargs)
 
-    def again(mode: Any, _: Tensor, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def again(mode: Any, _: Tensor, func: Callable[..., Any], *args: object, **kwargs: object) -> Any:
         with mode:
             return func(*args, **kwargs)
 

@@ -117,13 +117,13 @@ def _of_cudnn() -> Iterator[_Patch]:
         orders = {port.suggested_format(each) for each in tensors if each.dtype != torch.float64}
         return not orders <= {torch.contiguous_format}
 
-    def select_backend(x: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def select_backend(x: Tensor, weight: Tensor, *args: object, **kwargs: object) -> Any:
         found = select(x, weight, *args, **kwargs)
         is_depthwise = found in (backends.CudaDepthwise2d, backends.CudaDepthwise3d)
         runs_cudnn = has_channels_last(x, weight) if is_depthwise else "Slow" in str(found)
         return backends.Cudnn if x.is_cuda and runs_cudnn else found
 
-    def layout(x: Tensor, weight: Tensor, backend: Any) -> torch.memory_format:
+    def layout(x: Tensor, weight: Tensor, backend: object) -> torch.memory_format:
         if backend != backends.Cudnn:
             return layout_of(x, weight, backend)  # type: ignore[no-any-return]
         last = torch.channels_last if x.dim() == _IMAGES else torch.channels_last_3d
@@ -157,7 +157,7 @@ def _as_traced() -> Iterator[_Patch]:
     folder = importlib.import_module("torch._inductor.fx_passes.joint_graph").UniformValueConstantFolder
     deduce = folder._deduce_value
 
-    def deduced(self: Any, node: Any) -> Any:
+    def deduced(self: object, node: Any) -> Any:
         given, device = dict(node.kwargs), node.kwargs.get("device")
         if node.op != "call_function" or not isinstance(device, torch.device) or device.type != "cuda":
             return deduce(self, node)
