@@ -684,7 +684,7 @@ def test_a_line_says_what_the_cache_grows_to_over_an_epoch_of_lengths(capsys: An
     shapes = ["--input-shape", "4,16,512", "--target-shape", "4,16,512:float32"]
     options = ["plan", *LINEAR, *shapes, "--device", "T4", "--budget", "600MiB", "--length", "512", "1024"]
     options += ["--max-batch-size", "4"]
-    with mock.patch("lightning_memguard.training.planning.epochs.MOST_SECONDS", 0.3):
+    with mock.patch("lightning_memguard.core.capture.lengths.MOST_SECONDS", 0.3):
         assert main([*options, "--json"]) == FITS
     (epoch,) = json.loads(capsys.readouterr().out)["epochs"].values()
     assert epoch["run"]["steps"] >= 1

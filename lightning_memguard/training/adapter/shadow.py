@@ -483,7 +483,8 @@ class PhaseMarkerMixin:
             else:
                 bound(owner, hook, pl_module, self.recorder, self.left_bytes, "it does more than compute")
         user = self.program.trainer
-        if self.validates and user.check_val_every_n_epoch == 1 and type(user.val_check_interval) is float:
+        every = user.check_val_every_n_epoch, type(getattr(user, "val_check_interval", None))
+        if self.validates and every == (1, float):
             run.insert(0, (pl_module, "on_validation_model_zero_grad"))  # each epoch ends with a validation
         fill = functools.partial(self.lists.fill, seen, in_all)
         run_after_training(trainer, pl_module, run, self.recorder, fill, in_all, self.samples, self.left_bytes)
