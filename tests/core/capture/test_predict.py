@@ -553,9 +553,7 @@ def more_layers_for_larger_values(model: nn.Module, x: torch.Tensor) -> torch.Te
 @pytest.mark.usefixtures("here")
 def test_where_memory_depends_on_values_the_largest_of_some_draws_is_predicted_with_a_range(monkeypatch):
     """Each tanh keeps 32 bytes a sample."""
-    monkeypatch.setattr(
-        "lightning_memguard.core.capture.predict._MOST_SECONDS", math.inf
-    )  # to run 20,000 samples, on a busy machine, too
+    monkeypatch.setattr("lightning_memguard.core.capture.predict._MOST_SECONDS", math.inf)  # on a busy machine, too
     prediction = predicted(more_layers_for_larger_values, batches=drawn())
     assert (prediction.curve.method, prediction.curve.growth) == ("real", None)
     for n in (16, 20, 20_000):
