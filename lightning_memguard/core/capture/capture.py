@@ -280,7 +280,7 @@ class Captures:
         return trace
 
     def cut(self, program: Program, batch_size: int) -> Trace | None:
-        """What a capture of a program had recorded when it was stopped, at this batch size or a smaller one."""
+        """Return what a stopped capture of a program had recorded, at this batch size or a smaller one."""
         place = self.place_of(program)
         found = [trace for task, trace in self._cut.items() if task[0] == place and task[1] <= batch_size]
         return max(found, key=lambda trace: (trace.batch_size, len(trace)), default=None)

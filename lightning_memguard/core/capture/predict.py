@@ -477,7 +477,7 @@ def _free_bytes() -> int:
 
 def _most_alive(trace: Trace) -> int:
     """The most bytes alive at once."""
-    return max(accumulate(each.nbytes if each.action == "alloc" else -each.nbytes for each in trace.events), default=0)
+    return max(accumulate(each.change for each in trace.events), default=0)
 
 
 def _traces_of(

@@ -159,7 +159,7 @@ class Recorder(Storages, TorchDispatchMode):
                 except Exception as raised:  # noqa: BLE001 - the user's code may raise anything
                     error = raised.with_traceback(None)
                 for row in rows:
-                    now += (row.nbytes if row.action == "alloc" else -row.nbytes) if row.case != "high" else 0
+                    now += row.change if row.case != "high" else 0
                     peak = max(peak, now)
                 found.append((peak, error))
         made = sum(self._bytes[block] for block in self._live.values() if block >= first)
@@ -204,7 +204,7 @@ class Recorder(Storages, TorchDispatchMode):
         for row in self.rows:
             if row.case != "high":
                 place = row.block in self._pool
-                now[place] += row.nbytes if row.action == "alloc" else -row.nbytes
+                now[place] += row.change
                 peaks = list(map(max, peaks, (*now, sum(now))))
         return peaks[0] + peaks[1] - peaks[2] + self._copied
 

@@ -119,7 +119,7 @@ _QUIET = {  # of `torch._inductor.config`: nothing is cached on disk, and no pro
 
 
 class Watcher(Protocol):
-    """Is told what a compilation cannot decide without a device; a recorder is one."""
+    """Notes what a compilation cannot decide without a device; a recorder is one."""
 
     def note_autotuning(self) -> None:
         """Something is compiled whose kernels torch would choose by their speed."""

@@ -112,6 +112,7 @@ def _of_cudnn() -> Iterator[_Patch]:
     """
     c: Any = torch._C
     select, layout_of, backends = c._select_conv_backend, c._conv_determine_backend_memory_format, c._ConvBackend
+    slow = {backend for name, backend in backends.__members__.items() if name.startswith("Slow")}
 
     def has_channels_last(*tensors: Tensor) -> bool:
         orders = {port.suggested_format(each) for each in tensors if each.dtype != torch.float64}
@@ -120,7 +121,7 @@ def _of_cudnn() -> Iterator[_Patch]:
     def select_backend(x: Tensor, weight: Tensor, *args: object, **kwargs: object) -> Any:
         found = select(x, weight, *args, **kwargs)
         is_depthwise = found in (backends.CudaDepthwise2d, backends.CudaDepthwise3d)
-        runs_cudnn = has_channels_last(x, weight) if is_depthwise else "Slow" in str(found)
+        runs_cudnn = has_channels_last(x, weight) if is_depthwise else found in slow
         return backends.Cudnn if x.is_cuda and runs_cudnn else found
 
     def layout(x: Tensor, weight: Tensor, backend: object) -> torch.memory_format:

@@ -116,6 +116,11 @@ class Event(NamedTuple):
     source: str = ""
     otherwise: tuple[int, ...] = ()
 
+    @property
+    def change(self) -> int:
+        """Bytes by which the event raises what is allocated; below zero if it frees."""
+        return self.nbytes if self.action == "alloc" else -self.nbytes
+
 
 @dataclass(frozen=True)
 class Kernel:

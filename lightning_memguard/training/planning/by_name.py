@@ -196,7 +196,7 @@ def _few_layers(tuning: FineTuning, model: nn.Module, dtype: torch.dtype) -> Few
 
 
 def _outline(layer: nn.Module) -> tuple[object, ...]:
-    """What may differ between layers: their modules, with their settings and parameters, but not their numbers."""
+    """Describe a layer, to compare it with others: its modules, with their settings and parameters, but no number."""
     found: list[object] = []
     for name, module in layer.named_modules():
         settings = {key: value for key, value in vars(module).items() if isinstance(value, (int, float, str))}

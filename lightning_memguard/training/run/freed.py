@@ -105,7 +105,7 @@ def _of_steps(profile: RunProfile, batch_size: int) -> int:
     alive, now, peak = dict[int, int](), 0, 0
     for event in _in_heap(profile, batch_size):
         alive[event.block] = event.nbytes if event.action == "alloc" else 0
-        now += event.nbytes if event.action == "alloc" else -event.nbytes
+        now += event.change
         peak = max(peak, now)
     stay = sum(nbytes for _, nbytes in profile.between)
     return int(KEPT_FREED_RATIO * peak) - min(peak, stay)

@@ -161,7 +161,7 @@ class Measuring:
 
     @property
     def stayed_bytes(self) -> int:
-        """What has come after the first step and is still there, as last noted."""
+        """Bytes that came after the first step and are still there, as last noted."""
         return max(0, self.between_steps[-1][1] - self.between_steps[0][1]) if self.between_steps else 0
 
     def note_held(self) -> None:

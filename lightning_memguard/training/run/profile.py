@@ -295,7 +295,7 @@ class RunProfile:
 
     @property
     def note_on_cache(self) -> tuple[str, ...]:
-        """What is not known of the cache of its device, if that may grow over an epoch; see `note_on_cache`."""
+        """Note that the cache of its device may grow over an epoch; see `note_on_cache`."""
         return note_on_cache(self.prediction.settings) if self.differ else ()
 
     def _step_at(self, batch_size: int) -> Footprint:
