@@ -435,6 +435,7 @@ def test_a_child_that_reaches_out_writes_new_files_and_leaves_others(tmp_path: P
     time.sleep(0.05)  # file systems count in ticks of the clock
 
     def write(_: int) -> str:
+        time.sleep(0.05)  # a file of the tick in which the child began would count as older
         (tmp_path / "cache").mkdir()
         (tmp_path / "cache" / "part").write_text("new")
         (tmp_path / "cache" / "part").rename(tmp_path / "cache" / "whole")
