@@ -271,6 +271,21 @@ def real_copy(module: nn.Module, instead: Mapping[int, object] | None = None) ->
         return _deep_copy(module, instead)
 
 
+def shared_copy(module: nn.Module) -> nn.Module:
+    """Copy a module's structure, and share its tensors: for a process whose memory is a copy as a whole."""
+    with _SharedTensors():
+        return _deep_copy(module, {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())})
+
+
+class _SharedTensors(TorchFunctionMode):
+    """Mode in which ``copy.deepcopy`` keeps each tensor."""
+
+    def __torch_function__(
+        self, func: Function, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> object:
+        return args[0] if func is torch.Tensor.__deepcopy__ else func(*args, **(kwargs or {}))
+
+
 class _RealCopy(TorchFunctionMode):
     """Mode in which ``copy.deepcopy`` also lets a Parameter share its storage with tensors made of its ``data``.
 

@@ -17,7 +17,8 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from lightning_memguard.core.decision.decision import LimitedBy, largest_that
-from lightning_memguard.core.simulation.fake import fake_copy
+from lightning_memguard.core.isolation.pool import is_forked
+from lightning_memguard.core.simulation.fake import fake_copy, shared_copy
 from lightning_memguard.core.torch_port import FakeTensorMode
 from lightning_memguard.errors import CannotTraceError
 from lightning_memguard.training.adapter import loader_access, stand_ins
@@ -243,8 +244,8 @@ def find(facts: RunFacts, role: Role) -> LoaderInfo:
         if isinstance(owner, package.LightningDataModule):
             loader, origin = loader_access.call_loader_hook(copy.copy(owner), hook), f"the datamodule's {hook}()"
         elif isinstance(owner, package.LightningModule):
-            # the parameters of the copy have no memory
-            module: Any = fake_copy(owner, FakeTensorMode(), torch.device("cpu"))
+            # data may come from the model, as a rollout does; outside of a child, the copy has no memory
+            module: Any = shared_copy(owner) if is_forked() else fake_copy(owner, FakeTensorMode(), torch.device("cpu"))
             with contextlib.suppress(RuntimeError):  # a plan's module has no Trainer
                 module.trainer = quiet = stand_ins.QuietTrainer(owner.trainer.fit_loop.trainer)  # noqa: F841 - held weakly
             module.setup(stage=loader_access.stage_named("fit" if role in ("train", "val") else role, package))

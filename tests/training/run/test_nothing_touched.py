@@ -10,6 +10,7 @@ import os
 import random
 import sqlite3
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import pytorch_lightning
 import torch
 import torchmetrics
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_memguard import MemGuard
 
@@ -225,6 +226,47 @@ def test_what_a_step_does_beside_its_loss_is_done_once_a_batch(
         assert guard.decision.footprint is not None
     module.rows.close()
     connection.close()
+
+
+class Policy(pytorch_lightning.LightningModule):
+    """Trains on what its own network chose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.rollouts, self.last = nn.Linear(4, 2), 0, torch.zeros(8, 2)
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(Rollouts(self), batch_size=4)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        state, action = batch
+        return torch.nn.functional.cross_entropy(self.net(state), action)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Rollouts(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        self.policy.rollouts += 1
+        states = torch.rand(8, 4)
+        with torch.no_grad():
+            self.policy.last.copy_(self.policy.net(states))
+        return zip(states, self.policy.last.numpy().argmax(1), strict=True)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
+def test_samples_may_come_from_the_model() -> None:
+    guard, policy = MemGuard(), Policy()
+    pytorch_lightning.Trainer(
+        accelerator="cpu", max_epochs=2, callbacks=[guard], logger=False, enable_checkpointing=False
+    ).fit(policy)
+    assert guard.decision is not None
+    assert guard.decision.footprint is not None
+    assert (guard.decision.batch_size, policy.rollouts) == (4, 2)
 
 
 def test_a_tuned_run_is_the_run_with_that_size() -> None:
