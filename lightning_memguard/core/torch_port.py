@@ -186,6 +186,11 @@ def is_transformed(tensor: Tensor) -> bool:
     return torch._C._functorch.is_gradtrackingtensor(tensor)
 
 
+def has_ended(tensor: Tensor) -> bool:
+    """Know whether the transform of ``torch.func`` that differentiates a tensor is over."""
+    return torch._C._functorch.is_dead_tensor_wrapper(tensor)  # type: ignore[attr-defined, no-any-return]
+
+
 def has_tangents() -> bool:
     """Know whether forward-mode differentiation is on."""
     return torch.autograd.forward_ad._current_level >= 0

@@ -245,6 +245,12 @@ def test_transforms_and_tangents_are_known():
         assert port.has_tangents()
 
 
+def test_a_transform_that_is_over_is_known():
+    inside, found = [], []
+    torch.func.vjp(lambda x: inside.append(x) or found.append(port.has_ended(x)) or x.sum(), torch.ones(2))
+    assert (found, port.has_ended(inside[0]), port.has_ended(torch.ones(2))) == ([False], True, False)
+
+
 def test_a_callback_runs_after_the_backward_pass():
     x, order = leaf(), []
     y = x.exp()

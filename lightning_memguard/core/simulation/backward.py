@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from heapq import heappop, heappush
 from typing import Any, Protocol, cast
@@ -299,7 +299,7 @@ class _Walker:
         """Walk the graph, in place of `torch.autograd.graph._engine_run_backward`."""
         edges = [_edge(tensor) for tensor in tensors]
         grads = [_valid(grad, *edge) for grad, edge in zip(grad_tensors, edges, strict=True)]
-        wanted = [_edge(tensor) for tensor in inputs]
+        wanted = [_edge(tensor, edges) for tensor in inputs]
         if accumulate_grad:
             for tensor in inputs:
                 if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
@@ -547,10 +547,27 @@ def _drop_in_order(tensors: _Grads) -> None:
         tensors.pop()
 
 
-def _edge(tensor: Tensor | GradientEdge) -> _Edge:
-    """`gradient_edge` (torch/csrc/autograd/variable.cpp)."""
+def _edge(tensor: Tensor | GradientEdge, roots: Iterable[_Edge] = ()) -> _Edge:
+    """`gradient_edge` (torch/csrc/autograd/variable.cpp).
+
+    A view, by which Python finds the node of a leaf, has none where the leaf's transform is over: the graph below
+    ``roots`` is searched.
+    """
+    if isinstance(tensor, Tensor) and tensor.is_leaf and port.has_ended(tensor):
+        leaf = next((node for node in _nodes_below(roots) if _leaf_of(node) is tensor), None)
+        return leaf or cast(_Node, _Root((), ())), 0
     edge = get_gradient_edge(tensor) if isinstance(tensor, Tensor) else tensor
     return cast(_Node, edge.node), edge.output_nr
+
+
+def _nodes_below(edges: Iterable[_Edge]) -> Iterator[_Node]:
+    seen, stack = set(), [node for node, _ in edges]
+    while stack:
+        node = stack.pop()
+        if node not in seen:
+            seen.add(node)
+            yield node
+            stack += [following for following, _ in node.next_functions if following is not None]
 
 
 def _leaf_of(node: _Node) -> Tensor | None:

@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import Function, Variable
 from torch.autograd.function import BackwardCFunction, FunctionCtx, once_differentiable
 from torch.autograd.graph import get_gradient_edge, save_on_cpu, saved_tensors_hooks
-from torch.func import functional_call, grad, jvp, vmap
+from torch.func import functional_call, grad, hessian, jacrev, jvp, vmap
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -1062,6 +1062,20 @@ def gradients_by_torch_func() -> Any:
     out, tangent = jvp(lambda x: functional_call(net, parameters, (x,)), (x,), (torch.ones_like(x),))
     (slopes.square().sum() + (out * tangent).sum()).backward()
     return [a_sample, grads(x, *net.parameters())]
+
+
+@scenario
+def jacobians_by_torch_func() -> Any:
+    """`vjp` differentiates with respect to a tensor whose transform is over."""
+    net, x = block().eval(), leaf(3, 4)
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        return mixed(net(x).tanh())
+
+    first, second = vmap(jacrev(loss))(x), vmap(hessian(loss))(x)
+    nothing = jacrev(lambda x: torch.ones(2))(x.detach())
+    (first.square().sum() + second.square().sum()).backward()
+    return [nothing, jacrev(jacrev(loss))(x.detach()), grads(x, *net.parameters())]
 
 
 @pytest.mark.parametrize("as_plain", [True, False], ids=["adding_in_place", "adding_out_of_place"])
