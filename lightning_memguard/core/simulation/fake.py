@@ -330,8 +330,18 @@ def _deep_copy(module: nn.Module, instead: Mapping[int, object] | None) -> nn.Mo
         for child, blank in blanks.items():
             blank.__setstate__(copy.deepcopy(vars(child), memo))
         module_copy = copy.deepcopy(module, memo)
+    _share_what_is_not_saved(module, module_copy)
     _rebind_functions(module, module_copy)
     return module_copy
+
+
+def _share_what_is_not_saved(module: nn.Module, module_copy: nn.Module) -> None:
+    """Give a copy the attributes that a ``__getstate__`` leaves out, such as an open file: the step may use them."""
+    copies = dict(module_copy.named_modules())
+    for name, child in module.named_modules():
+        if name in copies:
+            theirs = copies[name].__dict__
+            theirs.update({**nn.Module.__getstate__(child), **theirs})
 
 
 def _scripted_copies(module: nn.Module) -> dict[int, nn.Module]:

@@ -193,6 +193,20 @@ def test_what_a_child_cannot_copy_is_shared_and_the_child_is_still_copied(make_c
     assert storage(module_copy.encoder.weight) != storage(module.encoder.weight)
 
 
+class _Unsaved(nn.Linear):
+    def __getstate__(self):
+        return {name: value for name, value in vars(self).items() if name != "log"}
+
+
+@pytest.mark.parametrize("make_copy", [copy_of, real_copy])
+def test_what_a_getstate_leaves_out_is_shared(make_copy):
+    module = _Unsaved(2, 2)
+    module.log = ["a file"]
+    module_copy = make_copy(nn.Sequential(module))
+    assert module_copy[0].log is module.log
+    assert module_copy[0].weight is not module.weight
+
+
 @pytest.mark.parametrize("make_copy", [copy_of, real_copy])
 def test_a_class_whose_new_has_arguments_is_copied(make_copy):
     """The EMA of ema-pytorch: a deep copy calls ``__new__`` without them."""
