@@ -280,7 +280,8 @@ class _Child:
         if not is_asleep:  # a busy machine may let it wait for a processor
             self._awake = now
         elif now - self._awake > BLOCKED_SECONDS:
-            return Answer(lost=f"it waited {BLOCKED_SECONDS:.0f} s for something that never came", here=True)
+            waited = f"it waited {BLOCKED_SECONDS:.0f} s for something that never came"
+            return Answer(lost=f"{waited}, such as a result of a thread, which a copy of a process lacks", here=True)
         return None
 
     def processor_seconds(self) -> float:

@@ -100,6 +100,7 @@ class Planner:
         self._speed = speed_here(self._gpu) if settings.batch_size == "fastest" else None
         self._captures: Captures | None = None
         self._only_here = False  # what a child cannot do
+        self._lost = ""  # why the child ended before it had answered
         self._open = ExitStack()
         self._child = self._new_child()
 
@@ -156,10 +157,12 @@ class Planner:
 
     def profile(self) -> Attempt[RunProfile]:
         """All that is known of the run once its steps were captured."""
-        answer = cast("Attempt[tuple[RunProfile, HandedRun]]", self._child.ask(_PROFILE))
-        if answer.value is None:
-            return Attempt(None, answer.reason, answer.too_large)
-        profile, handed = answer.value
+        answer = self._child.answer(_PROFILE)
+        self._lost = answer.lost
+        done = cast("Attempt[tuple[RunProfile, HandedRun]]", self._work(_PROFILE) if answer.lost else answer.value)
+        if done.value is None:
+            return Attempt(None, done.reason, done.too_large)
+        profile, handed = done.value
         if self._run is None and self._reader is not None:
             self._run = self._reader.run_of(handed)
         return Attempt(profile.attached_to(self._known_run))
@@ -167,7 +170,7 @@ class Planner:
     @property
     def _known_run(self) -> Run:
         if self._run is None:
-            raise CannotTraceError("the process that had read its data ended early")
+            raise CannotTraceError(f"the process that had read its data ended early: {self._lost}")
         return self._run
 
     def choose(self, profile: RunProfile) -> Attempt[Choice]:

@@ -178,7 +178,7 @@ def test_a_lock_that_another_thread_holds_is_not_waited_for(trusted: bool) -> No
     done.set()
     thread.join()
     assert answer.here
-    assert answer.lost.endswith("for something that never came")
+    assert "for something that never came" in answer.lost
 
 
 @pytest.mark.usefixtures("short_limits")
@@ -200,7 +200,7 @@ def test_a_trusted_child_gives_up_children_of_its_own() -> None:
             return inner.answer(0), inner.answer(1)
 
     blocked, silent = run(work, trusted=True).value
-    assert blocked.lost.endswith("for something that never came")
+    assert "for something that never came" in blocked.lost
     assert silent.lost.endswith("without calling an operator of torch")
 
 
