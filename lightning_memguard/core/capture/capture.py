@@ -73,9 +73,7 @@ class CaptureFailedError(CannotTraceError):
     little; ``reason`` leaves out where that was.
     """
 
-    def __init__(
-        self, text: str, reason: str = "", *, value_needed: bool = False, out_of_memory: bool = False
-    ) -> None:
+    def __init__(self, text: str, reason: str = "", *, value_needed: bool = False, out_of_memory: bool = False) -> None:
         super().__init__(text)
         self.reason = reason or text
         self.value_needed, self.out_of_memory = value_needed, out_of_memory

@@ -506,17 +506,17 @@ def faking(mode: FakeTensorMode) -> Iterator[None]:
         logger = logging.getLogger(FakeTensorMode.__module__)  # of operators that raise, which the error says too
         exits.enter_context(patched(logger, disabled=True))
         exits.enter_context(torch.compiler.set_stance("force_eager"))
-        exits.enter_context(_modules_can_move())
+        exits.enter_context(port.applied_by(_moving))
         exits.enter_context(quantized.simulated())
         exits.enter_context(port.fakes_known_as(_Unknown))
         exits.enter_context(port.adafactor_with(_larger))
         # What `pad_packed_sequence` calls, in torch 2.9 to 2.13.
         exits.enter_context(patched(port.recurrent_functions(), _pad_packed_sequence=_padded))
-        exits.enter_context(port.truncated_draw_by(_truncating(mode)))
+        exits.enter_context(port.truncated_draw_by(functools.partial(_truncating, mode)))
         for kind in (nn.UninitializedParameter, nn.UninitializedBuffer):
             exits.enter_context(patched(kind, __new__=staticmethod(_lazy_fake)))
         exits.enter_context(patched(Tensor, as_subclass=_seen_as_fake(Tensor.as_subclass)))
-        exits.enter_context(port.subclasses_made_by(_making_fake(port.subclass_maker())))
+        exits.enter_context(port.subclasses_made_by(_making_fake))
         exits.enter_context(port.foreach_on_fakes())
         exits.enter_context(mode)
         yield
@@ -578,12 +578,11 @@ def _larger(first: float, second: float) -> float:
     return first if isinstance(second, UnknownFloat) else max(first, second)
 
 
-def _truncating(mode: FakeTensorMode) -> Function:
+def _truncating(mode: FakeTensorMode, draw: Function) -> Function:
     """`nn.init.trunc_normal_`, which since torch 2.13 asks after each draw whether any number is outside the bounds.
 
     The answer is yes as often as that many draws would leave one there; from the second on, draws allocate the same.
     """
-    draw = port.truncated_draw()
 
     def truncated(tensor: Tensor, mean: float, std: float, a: float, b: float, *rest: Any, **kwargs: Any) -> Tensor:
         inside = statistics.NormalDist(mean, std)
@@ -619,13 +618,11 @@ class _Unknown(metaclass=_UnknownOnly):
     """
 
 
-@contextmanager
-def _modules_can_move() -> Iterator[None]:
+def _moving(original: Function) -> Function:
     """Make ``module.to(...)`` work on fake parameters: torch swaps them in place, which their weak references forbid.
 
     Checked on torch 2.9 to 2.13 (``Module._apply``, the branch for ``FakeTensor``).
     """
-    original = port.own_apply()
     # Parameters may be tied. The old ones are held, so that their ids stay unique.
     moved: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
 
@@ -655,8 +652,7 @@ def _modules_can_move() -> Iterator[None]:
             _copy_attributes(parameter, moved[id(parameter)][1])
         return moved[id(parameter)][1]
 
-    with port.applied_by(apply):
-        yield
+    return apply
 
 
 def call(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
