@@ -360,7 +360,7 @@ def _setting_words(row: Alternative, own: str) -> str:
 
 
 def _failure_words(failure: OutOfMemory) -> Iterator[str]:
-    """Where and why a request was refused, and who held the memory."""
+    """Say where and why a request was refused, and who held the memory."""
     earlier = f", after {counted(failure.earlier, 'earlier failure')}" if failure.earlier else ""
     reserved, allocated = format_bytes(failure.reserved_bytes), format_bytes(failure.allocated_bytes)
     piece, free = format_bytes(failure.largest_free_bytes), format_bytes(failure.entry.address)

@@ -13,7 +13,7 @@ from lightning_memguard.core.capture.predict import Surveyor
 from lightning_memguard.core.capture.program import Program
 from lightning_memguard.core.replay.epoch import Epoch, Padding, Shape, in_random_order, replay_epoch, to_multiples
 from lightning_memguard.core.replay.settings import AllocatorSettings
-from lightning_memguard.core.trace.growth import Growth, grow, same_kernels
+from lightning_memguard.core.trace.growth import Growth, first_alike, grow
 from lightning_memguard.core.trace.lengths import LEAST_LENGTHS, ShapeGrowth, grow_by_length
 from lightning_memguard.core.trace.scratch import up
 from lightning_memguard.core.trace.trace import Trace
@@ -174,7 +174,7 @@ def _growths_of(programs: Mapping[int, Program], sizes: tuple[int, ...]) -> dict
                 traces = [capture(program, size, "fake") for size in sizes]
             except CaptureFailedError as error:
                 raise CannotTraceError(f"at length {length} {error}") from error
-            alone = Growth(traces[0], sizes, {}, {}, same_kernels(traces))
+            alone = Growth(traces[0], sizes, {}, {}, first_alike([traces[0].kernels]))
             found[length] = grow(traces) if len(traces) > 1 else alone
     return found
 

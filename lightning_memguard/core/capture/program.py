@@ -435,7 +435,7 @@ class LoopProgram(Program):
                 recorder.label_held_by(optimizers)
         if leftovers.bytes_per_batch:
             left = format_bytes(leftovers.bytes_per_batch)
-            recorder.assumptions[f"each step leaves {left} behind; what more steps leave is not included"] = None
+            recorder.assume(f"each step leaves {left} behind; what more steps leave is not included")
 
 
 def _give_gradients(recorder: Recorder, module_copy: nn.Module, optimizers: Sequence[Optimizer] = ()) -> None:

@@ -169,11 +169,11 @@ class Recorder(Storages, TorchDispatchMode):
     def note_autotuning(self) -> None:
         """Note that kernels of products and convolutions may be chosen by torch.compile for their speed from now on."""
         self._scratch.is_autotuned = True
-        self.assumptions[_AUTOTUNED] = None
+        self.assume(_AUTOTUNED)
 
     def note_graphs(self) -> None:
         """Note that what torch.compile makes of the step runs as CUDA graphs, which keep memory to themselves."""
-        self.assumptions[_GRAPHS] = None
+        self.assume(_GRAPHS)
 
     def pooled(self, call: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """Return a compiled program that runs with its blocks known as those of the pool that CUDA graphs share."""
@@ -194,7 +194,7 @@ class Recorder(Storages, TorchDispatchMode):
         """Return what a compiled step takes at most by choices that are made on a device."""
         scratch, apart = self._scratch, self._apart() if _GRAPHS in self.assumptions else 0
         if scratch.padded >= WORTH_A_NOTE:
-            self.assumptions[_PADS] = None
+            self.assume(_PADS)
         timed = compiled_cuda.timing_bytes(scratch.target) if self._pool else 0
         return max(scratch.largest_product, scratch.padded) + timed + apart
 
@@ -208,8 +208,8 @@ class Recorder(Storages, TorchDispatchMode):
                 peaks = list(map(max, peaks, (*now, sum(now))))
         return peaks[0] + peaks[1] - peaks[2] + self._copied
 
-    def note_uncompiled(self, note: str) -> None:
-        """Note that what torch.compile would compile runs as it was written."""
+    def assume(self, note: str) -> None:
+        """Note an assumption, once."""
         self.assumptions[note] = None
 
     def note_check(self) -> None:
@@ -289,7 +289,7 @@ class Recorder(Storages, TorchDispatchMode):
                 raise
             out = self._value_sizes.result(func, self.line(), args, kwargs)
             if not self._value_sizes.are_given:
-                self.assumptions[assumption(func)] = None
+                self.assume(assumption(func))
         else:
             self._value_sizes.note(func, self.line, args, out)
             self.reads.note(func, self.line, out)
@@ -330,7 +330,7 @@ class Recorder(Storages, TorchDispatchMode):
         implementation = port.python_kernel(func, self.device_type)
         if self.device_type == "cuda" and quantized.depends_on_outliers(func, args, kwargs):
             implementation = quantized.quantize_rows
-            self.assumptions[quantized.OUTLIERS] = None
+            self.assume(quantized.OUTLIERS)
         if implementation is not None:
             try:
                 with self._inside_kernel(), quantized.addresses_for(func, self.device_type) or fake.without_addresses():
@@ -348,7 +348,7 @@ class Recorder(Storages, TorchDispatchMode):
                     raise
         inside = asked_bytes(func, args, kwargs) if self.device_type == "cpu" else None
         if inside is None:
-            self.assumptions[fake.unseen(func)] = None
+            self.assume(fake.unseen(func))
         self._scratch.inside = inside or 0
         return None
 
@@ -361,7 +361,7 @@ class Recorder(Storages, TorchDispatchMode):
             return mkldnn_lstm.fake_result(func, args, kwargs)
         out = cudnn_rnn.fake_result(func, args, kwargs)
         if out is not None:
-            self.assumptions[cudnn_rnn.NOTE] = None
+            self.assume(cudnn_rnn.NOTE)
         return out
 
     def trace(self, batch_size: int, method: Method, notes: Iterable[str] = ()) -> Trace:
@@ -413,7 +413,7 @@ class Recorder(Storages, TorchDispatchMode):
                 counted[self.module] += int(work.flops)
 
     def _work_noted(self, *, updates: bool) -> list[Work] | None:
-        """Where to note what is computed now: in the second batch, or optimizer step, as the first ones make states."""
+        """Return the list to note work in: of the second batch, or optimizer step, as the first ones make states."""
         first = self._first_steps.setdefault(updates, self.step)
         noted = self._work.setdefault(updates, (self.step, [])) if self.step != first else None
         return noted[1] if noted and noted[0] == self.step else None
@@ -601,7 +601,7 @@ def watching(recorder: Recorder, module: nn.Module) -> Iterator[None]:
             exits.enter_context(patched(Recorder, __torch_dispatch__=dispatch))
             exits.enter_context(compiled.compiling(recorder))
         else:
-            exits.enter_context(compiled.noting(recorder.note_uncompiled))
+            exits.enter_context(compiled.noting(recorder.assume))
             exits.enter_context(patched(constants, note_check=recorder.note_check))
             exits.enter_context(patched(torch, get_rng_state=_watched(recorder, torch.get_rng_state)))
             exits.enter_context(paths_mode)

@@ -278,7 +278,7 @@ _BIND_AND_CONNECT, _SCOPES = 3, 3  # TCP; abstract sockets and signals to proces
 def _forbid_writes(*, new_too: bool) -> bool:
     """Have the kernel, if it has Landlock, refuse writes, new files, connections and signals of code in C.
 
-    Unless new files are meant ``too``, it only refuses to begin existing ones anew.
+    Unless new files are meant ``too``, it only refuses to truncate existing ones.
 
     See docs.kernel.org/userspace-api/landlock.html. An older kernel refuses less, or nothing: then `RLIMIT_FSIZE` keeps
     files from growing.

@@ -197,8 +197,8 @@ def replay_epoch(
         if time.monotonic() > until:
             settled = False
             break
-    own, *others = (run.found() for order in orders for run in order.runs)
-    others.sort(key=lambda run: "_size_mb" in run.change or "garbage" in run.change)  # which cost time
+    runs = [run for order in orders for run in order.runs]
+    own, *others = (run.found() for run in sorted(runs, key=lambda run: run.costs_time))
     return Epoch(min(lengths), max(lengths), own, tuple(others), settled)
 
 
@@ -210,7 +210,8 @@ def _orders(settings: AllocatorSettings, longest: Shape | None, padding: Padding
             # PyTorch collects garbage only below a limit of its own
             share = min(changed.per_process_memory_fraction, 0.999 if changed.garbage_collection_threshold else 1.0)
             changed = replace(changed, per_process_memory_fraction=share)
-            own.append(_Run(f"with {text}", f"set {VARIABLE}={text} in the environment", _allocator(changed)))
+            how = f"set {VARIABLE}={text} in the environment"
+            own.append(_Run(f"with {text}", how, _allocator(changed), costs_time=text in _SETTINGS[1:]))
     orders = [_Order(lambda length: length, own)]
     if padding is not None:
         orders.append(_Order(padding.pad, [_Run(f"padded {padding.to}", padding.how, _allocator(settings))]))
@@ -234,6 +235,7 @@ class _Run:
     change: str
     how: str
     replay: Steps
+    costs_time: bool = False
     steps: int = 0
     grew_at: int = 0
     peak_bytes: int = 0

@@ -1,7 +1,7 @@
 """RNN layers on CUDA that cuDNN runs: the operator that is called, and its results.
 
 Read in aten/src/ATen/native/cudnn/RNN.cpp and RNN.cpp. Without a GPU torch would take the layers apart step by step;
-its fake kernel knows no size of the reserve space, and none of the backward pass. Checked on torch 2.11 and 2.13.
+its fake kernel knows no size of the reserve space, and none of the backward pass.
 """
 
 from __future__ import annotations

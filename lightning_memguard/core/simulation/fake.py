@@ -1,7 +1,6 @@
 """A module's fake copy: the same module on tensors that have a shape, a dtype and a device, but no memory.
 
-Changes with torch's fake tensors. Checked on torch 2.11 and 2.13. `faking` patches torch's classes for the whole
-process while it is on, and no other thread may use torch meanwhile.
+`faking` patches torch's classes for the whole process while it is on, and no other thread may use torch meanwhile.
 """
 
 from __future__ import annotations
@@ -510,7 +509,7 @@ def faking(mode: FakeTensorMode) -> Iterator[None]:
         exits.enter_context(quantized.simulated())
         exits.enter_context(port.fakes_known_as(_Unknown))
         exits.enter_context(port.adafactor_with(_larger))
-        # What `pad_packed_sequence` calls, in torch 2.9 to 2.13.
+        # `pad_packed_sequence` calls it.
         exits.enter_context(patched(port.recurrent_functions(), _pad_packed_sequence=_padded))
         exits.enter_context(port.truncated_draw_by(functools.partial(_truncating, mode)))
         for kind in (nn.UninitializedParameter, nn.UninitializedBuffer):
@@ -614,15 +613,12 @@ class _Unknown(metaclass=_UnknownOnly):
     """Class that libraries see as ``torch._subclasses.FakeTensor``: fake tensors with unknown values.
 
     With a mask whose values are known, transformers takes the way that it takes in the training. Torch's own uses of
-    this name are of tensors with floats, or in tracers. Checked on torch 2.11 and 2.13, transformers 5.23.
+    this name are of tensors with floats, or in tracers. Checked on transformers 5.23.
     """
 
 
 def _moving(original: Function) -> Function:
-    """Make ``module.to(...)`` work on fake parameters: torch swaps them in place, which their weak references forbid.
-
-    Checked on torch 2.9 to 2.13 (``Module._apply``, the branch for ``FakeTensor``).
-    """
+    """Make ``module.to(...)`` work on fake parameters: torch swaps them in place, which weak references forbid."""
     # Parameters may be tied. The old ones are held, so that their ids stay unique.
     moved: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
@@ -21,7 +21,7 @@ from lightning_memguard.core.trace.work import Group, WorkAt, groups_of
 from lightning_memguard.errors import CannotTraceError
 
 Coefficients = tuple[Fraction, ...]
-"""Of a polynomial: ``c[0] + c[1] n + c[2] n^2``."""
+"""Coefficients of a polynomial: ``c[0] + c[1] n + c[2] n^2``."""
 
 _Fit = Callable[[tuple[int, ...], Event], Coefficients]
 
@@ -132,7 +132,7 @@ def grow(traces: Sequence[Trace]) -> Growth:
         nbytes = tuple([row.nbytes for row in rows])
         if min(nbytes) != max(nbytes):
             coefficients[position] = fit(nbytes, rows[0])
-    same = same_kernels(ordered)
+    same = first_alike(trace.kernels for trace in ordered)
     work = groups_of([trace.work for trace in ordered])
     return Growth(ordered[-1], sizes, coefficients, _grow_kernels(ordered, set(same), fit), same, work)
 
@@ -215,11 +215,13 @@ def without_scratch(trace: Trace) -> list[int]:
     return [*kept, *range(done, len(trace.events))]
 
 
-def same_kernels(traces: Sequence[Trace]) -> tuple[int, ...]:
-    """Return the first kernel that was called the same way at all sizes, for each kernel: layers repeat themselves."""
-    firsts: dict[tuple[Kernel, ...], int] = {}
-    calls = zip(*(trace.kernels for trace in traces), strict=True)
-    return tuple([firsts.setdefault(kernels, index) for index, kernels in enumerate(calls)])
+def first_alike(calls_at: Iterable[Sequence[Hashable]]) -> tuple[int, ...]:
+    """Return the first kernel that was called the same way at all sizes, for each kernel: layers repeat themselves.
+
+    ``calls_at`` has the calls at each size, each told by what it was given.
+    """
+    firsts: dict[tuple[Hashable, ...], int] = {}
+    return tuple([firsts.setdefault(calls, index) for index, calls in enumerate(zip(*calls_at, strict=True))])
 
 
 def _grow_kernels(traces: Sequence[Trace], firsts: set[int], fit: _Fit) -> dict[int, dict[int, Coefficients]]:
