@@ -56,16 +56,11 @@ class EpochRun:
     failed_at: int | None
 
     @property
-    def retries_per_hundred(self) -> float:
-        """How often the cache is released in a hundred steps."""
-        return 100 * self.retries / self.steps
-
-    @property
     def text(self) -> str:
         """Say how it goes, as in ``"9.1 GiB with expandable_segments:True"``."""
         if self.failed_at is not None:
             return f"{self.change} step {self.failed_at} does not fit"
-        rate = self.retries_per_hundred
+        rate = 100 * self.retries / self.steps
         waits = f", with {rate:.{0 if rate >= 9.5 else 1}f} releases of the cache in 100 steps" if rate else ""
         return f"{format_bytes(self.peak_reserved_bytes)}{f' {self.change}' if self.change else ''}{waits}"
 

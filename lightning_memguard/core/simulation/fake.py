@@ -316,7 +316,8 @@ class _RealCopy(TorchFunctionMode):
 
 
 def _deep_copy(module: nn.Module, instead: Mapping[int, object] | None) -> nn.Module:
-    shared = (*_data_attributes(module), *_compilers(module))
+    compilers = filter(None, map(port.compiler_of_module, module.modules()))  # they do not refer to the module
+    shared = (*_data_attributes(module), *compilers)
     memo = {**{id(value): value for value in shared}, **_scripted_copies(module), **(instead or {})}
     try:
         module_copy = copy.deepcopy(module, dict(memo))
@@ -395,11 +396,6 @@ def _compiled_like(function: Function, other: Any) -> Function:
     """Compile a function (or disable its compilation) as another one is."""
     compiler = port.compiler_of(other)
     return function if compiler is None else compiler(function)
-
-
-def _compilers(module: nn.Module) -> Iterator[object]:
-    """The contexts that compile the compiled parts of a module; they do not refer to the module."""
-    yield from filter(None, map(port.compiler_of_module, module.modules()))
 
 
 def _closed_over(function: Function) -> list[object]:

@@ -185,7 +185,7 @@ def _by_request(trace: Trace) -> dict[_Request, list[Event]]:
     """Blocks that belong to the batch, by what asked for them."""
     found: dict[_Request, list[Event]] = {}
     for event in trace.events:
-        if event.action == "alloc" and _is_of_batch(event):
+        if event.action == "alloc" and event.part in _OF_BATCH and event.phase not in _NOT_OF_BATCH:
             asked = (event.part, event.phase, event.step, event.module, event.operator, event.stream, event.case)
             found.setdefault(asked, []).append(event)
     return found
@@ -198,11 +198,8 @@ def _bytes_by_part(blocks: Mapping[_Request, Sequence[Event]]) -> Counter[str]:
     return total
 
 
-def _is_of_batch(event: Event) -> bool:
-    return event.part in _OF_BATCH and event.phase not in ("setup", "optimizer", "averaging", "epoch end")
-
-
 _OF_BATCH = ("activations", "batch", "temporaries", "workspaces")
+_NOT_OF_BATCH = ("setup", "optimizer", "averaging", "epoch end")  # phases
 
 
 def without_scratch(trace: Trace) -> list[int]:
