@@ -29,8 +29,9 @@ from lightning_memguard.core.device.out_of_memory import causes_of, ran_out_of_m
 from lightning_memguard.core.foreign import reason_of
 from lightning_memguard.core.isolation.pool import Children, StoppedError, in_child, tell
 from lightning_memguard.core.kernels import onednn
-from lightning_memguard.core.simulation.fake import ValueNeededError, isolated_rng, run_on_one_thread, seed_all
+from lightning_memguard.core.simulation.fake import isolated_rng, run_on_one_thread, seed_all
 from lightning_memguard.core.simulation.fake_cuda import leave_driver_alone
+from lightning_memguard.core.simulation.faking import ValueNeededError
 from lightning_memguard.core.simulation.value_sizes import public_name
 from lightning_memguard.core.torch_port import DataDependentOutputException, DynamicOutputShapeException
 from lightning_memguard.core.trace.trace import Answers, Method, Note, Shares, Trace

@@ -36,6 +36,7 @@ from lightning_memguard.core.simulation import (
     cudnn_rnn,
     fake,
     fake_cuda,
+    faking,
     fast_paths,
     mkldnn_lstm,
     one_rank,
@@ -244,7 +245,7 @@ class Recorder(Storages, TorchDispatchMode):
                 self.ran_backward = True
                 self.keep_activations()
             self._graph_task = task
-        known = fake.known_result(func, args, kwargs)
+        known = faking.known_result(func, args, kwargs)
         if known is not None:
             with DisableTorchFunction():
                 self._note_work(func, args, kwargs, known)
@@ -256,7 +257,7 @@ class Recorder(Storages, TorchDispatchMode):
         taken_apart = self._taken_apart(func)
         if taken_apart is not None:
             return taken_apart(*args, **kwargs)
-        if fake.only_writes(func, args):
+        if faking.only_writes(func, args):
             forget_written(func, args, kwargs)
             out = None
         else:
@@ -278,7 +279,7 @@ class Recorder(Storages, TorchDispatchMode):
 
     def _result(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         try:
-            ran = self._custom_result(func, args, kwargs) if fake.is_custom(func) else None
+            ran = self._custom_result(func, args, kwargs) if faking.is_custom(func) else None
             out = ran[0] if ran else self._fake_result(func, args, kwargs)
             if out is None and not ran:
                 out = self.reads.given(func, self.line)
@@ -333,13 +334,14 @@ class Recorder(Storages, TorchDispatchMode):
             self.assume(quantized.OUTLIERS)
         if implementation is not None:
             try:
-                with self._inside_kernel(), quantized.addresses_for(func, self.device_type) or fake.without_addresses():
+                addresses = quantized.addresses_for(func, self.device_type)
+                with self._inside_kernel(), addresses or faking.without_addresses():
                     forget_written(func, args, kwargs)
                     out = implementation(*args, **kwargs)
                 if self.device_type == "cuda" and (most := quantized.most_of_outliers(func, args, out)):
                     self.hold_at_most(*most)
                 return (out,)
-            except fake.NoAddressError:
+            except faking.NoAddressError:
                 pass
             except (DataDependentOutputException, DynamicOutputShapeException, MemGuardError):
                 raise  # it runs on real tensors
@@ -348,13 +350,13 @@ class Recorder(Storages, TorchDispatchMode):
                     raise
         inside = asked_bytes(func, args, kwargs) if self.device_type == "cpu" else None
         if inside is None:
-            self.assume(fake.unseen(func))
+            self.assume(faking.unseen(func))
         self._scratch.inside = inside or 0
         return None
 
     def _fake_result(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         """The result of an operator whose fake kernel in torch is less exact than ours, else None."""
-        out = fake.laid_out(func, args, kwargs)
+        out = faking.laid_out(func, args, kwargs)
         if out is not None:
             return out
         if self.device_type == "cpu":
@@ -451,7 +453,7 @@ _NOT_COPIED = ("parameters", "buffers")
 
 def call_with_overrides(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     """Call a function of torch, or ours in place of one that fake tensors or a simulated GPU do not support."""
-    return (fake_cuda if fake_cuda.is_overridden(func, args) else fake).call(func, args, kwargs)
+    return (fake_cuda if fake_cuda.is_overridden(func, args) else faking).call(func, args, kwargs)
 
 
 _WITH_LINEAR = frozenset((F.linear, F.multi_head_attention_forward, *map(port.recurrent_function, port.RECURRENT)))

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from lightning_memguard.core.foreign import aten as _aten
-from lightning_memguard.core.simulation.fake import by_name
+from lightning_memguard.core.simulation.faking import by_name
 from lightning_memguard.core.torch_port import FakeTensor, OpOverload
 
 _FORWARD, _BACKWARD = _aten._cudnn_rnn.default, _aten._cudnn_rnn_backward.default

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_memguard.core.foreign import aten as _aten
-from lightning_memguard.core.simulation.fake import ValueNeededError
+from lightning_memguard.core.simulation.faking import ValueNeededError
 from lightning_memguard.core.torch_port import OpOverload, unset_fake_temporarily
 from lightning_memguard.core.trace.trace import Note, Share, Shares
 
