@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import chain
 from typing import NamedTuple
@@ -202,11 +202,8 @@ def _orders(settings: AllocatorSettings, longest: Shape | None, padding: Padding
     for text in _SETTINGS if settings.capacity_bytes else _SETTINGS[:1]:
         changed = settings.with_setting(text)
         if changed != settings:
-            # PyTorch collects garbage only below a limit of its own
-            share = min(changed.per_process_memory_fraction, 0.999 if changed.garbage_collection_threshold else 1.0)
-            changed = replace(changed, per_process_memory_fraction=share)
             how = f"set {VARIABLE}={text} in the environment"
-            own.append(_Run(f"with {text}", how, _allocator(changed), costs_time=text in _SETTINGS[1:]))
+            own.append(_Run(f"with {text}", how, _allocator(changed.collecting()), costs_time=text in _SETTINGS[1:]))
     orders = [_Order(lambda length: length, own)]
     if padding is not None:
         orders.append(_Order(padding.pad, [_Run(f"padded {padding.to}", padding.how, _allocator(settings))]))

@@ -123,9 +123,7 @@ def grow(traces: Sequence[Trace]) -> Growth:
     sizes = tuple(trace.batch_size for trace in ordered)
     if len(sizes) < 2:
         raise CannotTraceError(f"Growth needs traces at two batch sizes or more; got {list(sizes)}.")
-    positions = [without_scratch(trace) for trace in ordered]
-    outlines = [[trace.events[at] for at in kept] for trace, kept in zip(ordered, positions, strict=True)]
-    check_same_events(ordered, outlines, "batch sizes", sizes)
+    positions, outlines = outlines_of(ordered, "batch sizes", sizes)
     fit = partial(_fit, sizes, {})
     coefficients: dict[int, Coefficients] = {}
     for position, rows in zip(positions[-1], zip(*outlines, strict=True), strict=True):
@@ -232,21 +230,19 @@ def _grow_kernels(traces: Sequence[Trace], firsts: set[int], fit: _Fit) -> dict[
     return found
 
 
-def check_same_events(
-    traces: Sequence[Trace], outlines: Sequence[Sequence[Event]], what: str, sizes: Sequence[int]
-) -> None:
-    """Refuse traces that differ in more than bytes.
+def outlines_of(traces: Sequence[Trace], what: str, sizes: Sequence[int]) -> tuple[list[list[int]], list[list[Event]]]:
+    """Return the events of traces that are not a kernel's scratch: their positions, and the events.
 
     Args:
         traces: of one step.
-        outlines: the events of each that are not a kernel's scratch.
         what: the name of the sizes at which they were captured, such as ``"batch sizes"``.
         sizes: of each.
 
     Raises:
-        CannotTraceError: they differ; the error says where first.
+        CannotTraceError: they differ in more than bytes; the error says where first.
     """
-    first = traces[0]
+    first, positions = traces[0], [without_scratch(trace) for trace in traces]
+    outlines = [[trace.events[at] for at in kept] for trace, kept in zip(traces, positions, strict=True)]
     for other, events, size in zip(traces[1:], outlines[1:], sizes[1:], strict=True):
         where = f"{what} {sizes[0]} and {size}"
         for mine, theirs in zip(outlines[0], events, strict=False):
@@ -256,6 +252,7 @@ def check_same_events(
             raise _differ(where, "at one it allocates more often")
         if [kernel.rest for kernel in first.kernels] != [kernel.rest for kernel in other.kernels]:
             raise _differ(where, "an operator gets other arguments")
+    return positions, outlines
 
 
 def _differ(where: str, how: str) -> CannotTraceError:

@@ -14,8 +14,8 @@ from fractions import Fraction
 from lightning_memguard.core.trace.growth import (
     Coefficients,
     Growth,
-    check_same_events,
     first_alike,
+    outlines_of,
     place_of,
     through,
     value_at,
@@ -91,9 +91,7 @@ def grow_by_length(growths: Mapping[int, Growth]) -> ShapeGrowth:
         )
     ordered = [growths[length] for length in lengths]
     traces = [growth.template for growth in ordered]
-    positions = [without_scratch(trace) for trace in traces]
-    outlines = [[trace.events[at] for at in kept] for trace, kept in zip(traces, positions, strict=True)]
-    check_same_events(traces, outlines, "lengths", lengths)
+    positions, outlines = outlines_of(traces, "lengths", lengths)
     _check_same_rest(lengths, traces)
     fit = _Fit(lengths, {})
     surfaces: dict[int, _Surface] = {}
