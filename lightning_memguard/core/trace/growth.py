@@ -213,7 +213,7 @@ def without_scratch(trace: Trace) -> list[int]:
 def first_alike(calls_at: Iterable[Sequence[Hashable]]) -> tuple[int, ...]:
     """Return the first kernel that was called the same way at all sizes, for each kernel: layers repeat themselves.
 
-    ``calls_at`` has the calls at each size, each told by what it was given.
+    ``calls_at`` has the calls at each size, each as the arguments that it had.
     """
     firsts: dict[tuple[Hashable, ...], int] = {}
     return tuple([firsts.setdefault(calls, index) for index, calls in enumerate(zip(*calls_at, strict=True))])
