@@ -215,7 +215,7 @@ def here(arguments: argparse.Namespace) -> None:
     from lightning_memguard.training.planning.structure import Structure
 
     torch.set_num_threads(arguments.threads)
-    speed, good, errors = cpu_speed(arguments.threads), 0, []
+    speed, good, errors = cpu_speed(), 0, []
     for name, (network, samples, sizes) in models().items():
         blocks = Structure.of(network, "model").blocks
         paths = max((each.paths for each in blocks), key=len, default=())

@@ -90,7 +90,7 @@ def _read(
 
 
 def _first_lines(error: Exception) -> str:
-    """What the parser says, without the settings that it prints after it."""
+    """Return the parser's message, without the settings that it prints after it."""
     lines = [line for line in str(error).strip().splitlines() if line.strip()]
     return " ".join(line.strip() for line in lines[:_MOST_LINES])
 

@@ -85,5 +85,6 @@ def _parser() -> argparse.ArgumentParser:
         added = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.", epilog=epilog)
         added.set_defaults(run=command.run)
         added.add_argument("--json", action="store_true", help="print JSON, and nothing else, to stdout")
-        command.add_arguments(added)
+        if hasattr(command, "add_arguments"):
+            command.add_arguments(added)
     return parser

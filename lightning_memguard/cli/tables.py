@@ -310,32 +310,13 @@ def print_alternatives(
     columns = ("Setting", ">Peak reserved", ">Change", ">Cached", ">Fragmented", *([">Fits"] if limit else ()))
     table = new_table(f"{device}Peak reserved under allocator settings{within}", *columns)
     for row in rows:
-        found = row.replay
-        change = found.peak_reserved_bytes / max(1, compared.peak_reserved_bytes) - 1
-        figures = [format_bytes(found.peak_reserved_bytes), signed(change) if row.setting else ""]
-        figures += [format_bytes(found.cached_bytes), format_bytes(found.pinned_bytes)]
-        times = "once" if found.retries == 1 else f"{found.retries:,} times"
-        released = f", after releasing its cache {times}" if found.retries else ""
-        figures += [f"{'yes' if row.fits else 'NO'}{released}"]
+        figures = _alternative(row, compared.peak_reserved_bytes)
         table.add_row(_setting_words(row, history.settings.text), *figures[: len(columns) - 1])
     console.print(table)
     if failure and limit:
         console.print(_what_saves(rows, limit, is_recorded=not capacity_bytes), soft_wrap=True)
-    if rows[-1].laid_out_again:
-        console.print(
-            f"Note: the record begins with {format_bytes(history.start_reserved_bytes)} reserved and never reserves "
-            "more, so it does not show how they became fragmented. Rows after the first begin with the blocks of "
-            "its start, laid out again. Record from the start of the process to compare more.",
-            soft_wrap=True,
-        )
-    short = history.ran_short_at_bytes
-    if short and capacity_bytes and capacity_bytes >= short:
-        most = format_bytes(max(history.reserved_bytes))
-        console.print(
-            f"Note: when recorded, at most {most} were reserved; {format_bytes(short)} seem not to have fit, as the "
-            'cache was released. For "as it was" to be what happened, pass a --capacity below that.',
-            soft_wrap=True,
-        )
+    for note in _history_notes(history, capacity_bytes, laid_out_again=rows[-1].laid_out_again):
+        console.print(f"Note: {note}", soft_wrap=True)
     console.print(
         f"Allocated at most: {format_bytes(recorded.peak_allocated_bytes)}.\n"
         "Cached: in segments without a block, given back when memory is short.\n"
@@ -353,6 +334,31 @@ def print_alternatives(
         console.print(f"  {text}: {where}", soft_wrap=True)
 
 
+def _alternative(row: Alternative, compared_bytes: int) -> tuple[str, ...]:
+    found = row.replay
+    change = signed(found.peak_reserved_bytes / max(1, compared_bytes) - 1) if row.setting else ""
+    reserved, cached, pinned = map(format_bytes, (found.peak_reserved_bytes, found.cached_bytes, found.pinned_bytes))
+    times = "once" if found.retries == 1 else f"{found.retries:,} times"
+    released = f", after releasing its cache {times}" if found.retries else ""
+    return reserved, change, cached, pinned, f"{'yes' if row.fits else 'NO'}{released}"
+
+
+def _history_notes(history: History, capacity_bytes: int | None, *, laid_out_again: bool) -> Iterator[str]:
+    if laid_out_again:
+        yield (
+            f"the record begins with {format_bytes(history.start_reserved_bytes)} reserved and never reserves more, so "
+            "it does not show how they became fragmented. Rows after the first begin with the blocks of its start, "
+            "laid out again. Record from the start of the process to compare more."
+        )
+    short = history.ran_short_at_bytes
+    if short and capacity_bytes and capacity_bytes >= short:
+        yield (
+            f"when recorded, at most {format_bytes(max(history.reserved_bytes))} were reserved; {format_bytes(short)} "
+            'seem not to have fit, as the cache was released. For "as it was" to be what happened, pass a --capacity '
+            "below that."
+        )
+
+
 def _setting_words(row: Alternative, own: str) -> str:
     if row.setting:
         return row.setting if row.was in ("", row.setting) else f"{row.setting} instead of {row.was}"
@@ -360,7 +366,7 @@ def _setting_words(row: Alternative, own: str) -> str:
 
 
 def _failure_words(failure: OutOfMemory) -> Iterator[str]:
-    """Where and why a request was refused, and who held the memory."""
+    """Say where and why a request was refused, and who held the memory."""
     earlier = f", after {counted(failure.earlier, 'earlier failure')}" if failure.earlier else ""
     reserved, allocated = format_bytes(failure.reserved_bytes), format_bytes(failure.allocated_bytes)
     piece, free = format_bytes(failure.largest_free_bytes), format_bytes(failure.entry.address)

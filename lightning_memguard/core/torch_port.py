@@ -325,14 +325,9 @@ def multiplies_bfloat16() -> bool:
 # -- fake tensors
 
 
-def subclass_maker() -> Function:
-    """Find what makes a tensor of a subclass, with the memory of another."""
-    return Tensor._make_subclass
-
-
-def subclasses_made_by(make: Function) -> AbstractContextManager[None]:
-    """Make tensors of a subclass in another way than by `subclass_maker`."""
-    return patched(Tensor, _make_subclass=staticmethod(make))
+def subclasses_made_by(instead: Callable[[Function], Function]) -> AbstractContextManager[None]:
+    """Make tensors of a subclass, with the memory of another tensor, by a function that is given torch's own."""
+    return patched(Tensor, _make_subclass=staticmethod(instead(Tensor._make_subclass)))
 
 
 def without_address(mode: FakeTensorMode, meta: Tensor, device: torch.device) -> FakeTensor:
@@ -366,14 +361,9 @@ def adafactor_with(larger: Function) -> AbstractContextManager[None]:
     return added(find("torch.optim._adafactor"), max=larger)
 
 
-def truncated_draw() -> Function:
-    """Find what draws numbers for ``nn.init.trunc_normal_``."""
-    return nn.init._no_grad_trunc_normal_
-
-
-def truncated_draw_by(draw: Function) -> AbstractContextManager[None]:
-    """Draw the numbers of ``nn.init.trunc_normal_`` in another way than by `truncated_draw`."""
-    return patched(nn.init, _no_grad_trunc_normal_=draw)
+def truncated_draw_by(instead: Callable[[Function], Function]) -> AbstractContextManager[None]:
+    """Draw the numbers of ``nn.init.trunc_normal_`` by a function that is given torch's own."""
+    return patched(nn.init, _no_grad_trunc_normal_=instead(nn.init._no_grad_trunc_normal_))
 
 
 def gpus_not_initialized() -> AbstractContextManager[None]:
@@ -410,14 +400,9 @@ def apply_to(module: nn.Module, function: Callable[[Tensor], Tensor]) -> object:
     return module._apply(function)
 
 
-def own_apply() -> Function:
-    """Find how `apply_to` is done in modules that do it in no way of their own."""
-    return nn.Module._apply
-
-
-def applied_by(apply: Function) -> AbstractContextManager[None]:
-    """Replace a module's tensors in another way than by `own_apply`."""
-    return patched(nn.Module, _apply=apply)
+def applied_by(instead: Callable[[Function], Function]) -> AbstractContextManager[None]:
+    """Do `apply_to` by a function that is given torch's own, in modules that do it in no way of their own."""
+    return patched(nn.Module, _apply=instead(nn.Module._apply))
 
 
 def copy_compiled_call(module: nn.Module, copied: nn.Module, like: Callable[[Function, Any], Function]) -> None:

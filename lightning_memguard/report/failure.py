@@ -136,7 +136,7 @@ def overrun_words(
     elif would_fit is not None:
         way_out = f"{_size_that_fits(would_fit, larger is not None)} stayed within it: {_remedy(would_fit)}"
     if kept:
-        way_out = f"It grows by what is left behind{places(kept[:1])}, as was said before"
+        way_out = f"It grows by what is left behind{places(kept[:1])}, as reported before"
     return (
         f"This run has taken {format_bytes(taken)} ({measured.of_process().source}) {at_size(predicted)}, "
         f"{format_bytes(taken - budget.free_bytes)} over its budget of {format_bytes(budget.free_bytes)}; at most "
@@ -146,7 +146,7 @@ def overrun_words(
 
 @dataclass(frozen=True)
 class Outside:
-    """What a run took besides its steps: what is ``held`` now, by what takes it, and what came after the first step.
+    """Memory that a run took besides its steps: ``held`` now, by what takes it, and what came after the first step.
 
     ``within_until``: the last batch before which the run was within its budget; None if unknown. ``hooks`` of the user
     run around the steps, whose batches had so many ``shapes``.
@@ -272,7 +272,7 @@ def note(failure: Failure) -> str:
 
 
 def _held(failure: Failure) -> Iterator[str]:
-    """What the step holds at its peak, what else is on the device, and what has grown from step to step."""
+    """List what the step holds at its peak, what else is on the device, and what has grown from step to step."""
     if failure.at_peak:
         peak = (failure.larger or failure.predicted).peak_allocated_bytes
         yield f"At the predicted peak of {format_bytes(peak)}, most is held by:"

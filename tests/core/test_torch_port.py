@@ -408,12 +408,10 @@ class Marked(torch.Tensor):
 
 def test_a_subclass_shares_the_memory_and_can_be_made_otherwise():
     x, made = torch.ones(2), []
-    marked = port.subclass_maker()(Marked, x)
-    assert (type(marked), marked.data_ptr()) == (Marked, x.data_ptr())
-    own = port.subclass_maker()
-    with port.subclasses_made_by(lambda kind, *rest: made.append(kind) or own(kind, *rest)):
-        nn.Parameter(x)
-    assert made == [nn.Parameter]
+    with port.subclasses_made_by(lambda own: lambda kind, *rest: made.append(kind) or own(kind, *rest)):
+        shared = [nn.Parameter(x), torch.Tensor._make_subclass(Marked, x)]
+    assert made == [*map(type, shared)] == [nn.Parameter, Marked]
+    assert {each.data_ptr() for each in shared} == {x.data_ptr()}
 
 
 @pytest.mark.parametrize("reads_addresses", [False, True])
@@ -457,13 +455,12 @@ def test_adafactor_compares_by_what_is_given():
 
 
 def test_a_truncated_draw_can_be_made_otherwise():
-    drawn, own = [], port.truncated_draw()
+    drawn = []
 
-    def draw(tensor, *rest, **kwargs):
-        drawn.append(tuple(tensor.shape))
-        return own(tensor, *rest, **kwargs)
+    def noting(own):
+        return lambda tensor, *rest, **kwargs: drawn.append(tuple(tensor.shape)) or own(tensor, *rest, **kwargs)
 
-    with port.truncated_draw_by(draw):
+    with port.truncated_draw_by(noting):
         x = nn.init.trunc_normal_(torch.empty(100), std=5.0)
     assert drawn == [(100,)]
     assert x.abs().max() <= 2
@@ -495,17 +492,15 @@ def test_a_modules_own_tensors_can_be_replaced():
 
 def test_tensors_of_modules_are_moved_by_one_function():
     module, moved = nn.Sequential(nn.Linear(1, 1)), []
-    own = port.own_apply()
 
-    def apply(module, function, recurse=True):
-        moved.append(type(module))
-        return own(module, function, recurse)
+    def noting(own):
+        return lambda module, function, recurse=True: moved.append(type(module)) or own(module, function, recurse)
 
-    with port.applied_by(apply):
+    with port.applied_by(noting):
         port.apply_to(module, torch.Tensor.double)
     assert moved == [nn.Sequential, nn.Linear]
     assert {each.dtype for each in module.parameters()} == {torch.float64}
-    with port.applied_by(apply):
+    with port.applied_by(noting):
         module.float()
     assert moved == [nn.Sequential, nn.Linear] * 2
 

@@ -109,7 +109,7 @@ def test_a_passed_budget_is_compared_with_the_largest_batch(size, larger, end):
 def test_no_batch_size_is_advised_for_memory_that_is_left_behind():
     kept = (Kept("self.outputs", "model.py:41", False, "step", True, 262144),)
     text = overrun_words(FOOTPRINT, Measured(9 * GIB, "rss"), BUDGET, None, None, kept)
-    assert text.endswith("It grows by what is left behind in `self.outputs` (model.py:41), as was said before.")
+    assert text.endswith("It grows by what is left behind in `self.outputs` (model.py:41), as reported before.")
 
 
 def test_what_libraries_hold_is_no_more_of_a_peak_than_what_its_tensors_leave():

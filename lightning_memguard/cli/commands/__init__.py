@@ -1,1 +1,1 @@
-"""The commands, one file each: `add_arguments` describes its options, `run` answers."""
+"""The commands, one file each: `add_arguments` describes options of its own, `run` answers."""

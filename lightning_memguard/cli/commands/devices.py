@@ -15,10 +15,6 @@ from lightning_memguard.report.page_data import budget_data
 HELP = "show the free memory of this machine's devices, and where that figure comes from"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add nothing: this command has only the common option."""
-
-
 def run(options: argparse.Namespace) -> bool:
     """Read each device's budget, and print them."""
     with progress() as say:

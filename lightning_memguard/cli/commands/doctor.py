@@ -23,10 +23,6 @@ _OPTIONAL = ("tensorboard", "transformers", "peft", "accelerate", "bitsandbytes"
 _VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "CUDA_VISIBLE_DEVICES", "CUBLAS_WORKSPACE_CONFIG")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add nothing: this command has only the common option."""
-
-
 def run(options: argparse.Namespace) -> bool:
     """Print one row for each thing asked."""
     with progress() as say:

@@ -25,11 +25,13 @@ from lightning_memguard.core.capture.leftovers import without_collections
 from lightning_memguard.core.capture.program import FewLayers, Program, device_to_run_on
 from lightning_memguard.core.capture.recorder import Recorder
 from lightning_memguard.core.capture.storages import line_behind
+from lightning_memguard.core.device.out_of_memory import causes_of, ran_out_of_memory
 from lightning_memguard.core.foreign import reason_of
 from lightning_memguard.core.isolation.pool import Children, StoppedError, in_child, tell
 from lightning_memguard.core.kernels import onednn
-from lightning_memguard.core.simulation.fake import ValueNeededError, isolated_rng, run_on_one_thread, seed_all
+from lightning_memguard.core.simulation.fake import isolated_rng, run_on_one_thread, seed_all
 from lightning_memguard.core.simulation.fake_cuda import leave_driver_alone
+from lightning_memguard.core.simulation.faking import ValueNeededError
 from lightning_memguard.core.simulation.value_sizes import public_name
 from lightning_memguard.core.torch_port import DataDependentOutputException, DynamicOutputShapeException
 from lightning_memguard.core.trace.trace import Answers, Method, Note, Shares, Trace
@@ -39,7 +41,6 @@ T = TypeVar("T")
 Request = TypeVar("Request", bound=Hashable)
 
 _VALUE_NEEDED = (ValueNeededError, DataDependentOutputException, DynamicOutputShapeException)
-_OUT_OF_MEMORY = ("can't allocate memory", "MemoryError", "not enough memory")  # as Python and torch say
 _MOST_SECONDS_TO_GO_ON = 20.0  # a slower step is not captured again with its counters moved
 # What CUDA and autograd say in a child whose parent used them.
 _NOT_AFTER_A_FORK = ("in forked subprocess", "fork-based multiprocessing", "initialization error")
@@ -73,12 +74,10 @@ class CaptureFailedError(CannotTraceError):
     little; ``reason`` leaves out where that was.
     """
 
-    def __init__(self, text: str, reason: str = "", *, value_needed: bool = False) -> None:
+    def __init__(self, text: str, reason: str = "", *, value_needed: bool = False, out_of_memory: bool = False) -> None:
         super().__init__(text)
         self.reason = reason or text
-        self.value_needed = value_needed
-        # neither Python nor torch has a type for it that is never another's
-        self.out_of_memory = any(words in text for words in _OUT_OF_MEMORY)
+        self.value_needed, self.out_of_memory = value_needed, out_of_memory
 
 
 class OutOfTimeError(CaptureFailedError):
@@ -91,25 +90,22 @@ _TIME_WAS_UP = "time was up (max_setup_seconds)"
 def _failure(error: BaseException) -> CaptureFailedError:
     """Describe what a piece of work raised by an error that can be sent, and holds no frames."""
     if isinstance(error, CaptureFailedError):
-        return CaptureFailedError(str(error), error.reason, value_needed=error.value_needed)
+        known = {"value_needed": error.value_needed, "out_of_memory": error.out_of_memory}
+        return CaptureFailedError(str(error), error.reason, **known)
     lines, place = str(error).strip().splitlines() or ["no message"], line_behind(error)
     first = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
     ours = isinstance(error, MemGuardError)
     reason = first.removesuffix(".") if ours else reason_of(error, first[:200])
     if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
-        is_read = "_local_scalar_dense" in str(error.func)
-        reason = f"{'`.item()` or `bool()`' if is_read else public_name(error.func)} needs the values of a tensor"
+        reason = f"{public_name(error.func)} needs the values of a tensor"
     text = f"{reason}, at {place}" if place else reason
-    return CaptureFailedError(text, reason, value_needed=_needs_value(error))
+    out_of_memory = any(map(ran_out_of_memory, causes_of(error)))
+    return CaptureFailedError(text, reason, value_needed=_needs_value(error), out_of_memory=out_of_memory)
 
 
-def _needs_value(error: BaseException | None) -> bool:
+def _needs_value(error: BaseException) -> bool:
     """Whether a value that fake tensors lack is behind an error, however the user's code wrapped it."""
-    while error is not None:
-        if isinstance(error, _VALUE_NEEDED):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
+    return any(isinstance(each, _VALUE_NEEDED) for each in causes_of(error))
 
 
 class UserCode(Children[Request, T]):

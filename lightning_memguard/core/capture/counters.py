@@ -42,7 +42,7 @@ _NOT_THE_STEP = LIBRARIES | {"torchmetrics"}
 
 @dataclass(frozen=True)
 class Due:
-    """Where counters of steps and of epochs are moved to (0: nowhere), and the line that reads them there."""
+    """Numbers that counters of steps and of epochs are moved to (0: not moved), and the line that reads them there."""
 
     steps: int
     epochs: int
@@ -223,7 +223,7 @@ class Counters:
 
     @property
     def due(self) -> Due | None:
-        """Where counters are moved to, if that may change what a step does."""
+        """The numbers that counters are moved to, if that may change what a step does."""
         (steps, line), (epochs, other) = (
             numbers.place(limit) for numbers, limit in zip((self._steps, self._epochs), self._limits, strict=True)
         )

@@ -1,4 +1,4 @@
-"""What is known of a step's memory -> its footprint at any batch size: arithmetic on a value, which runs nothing."""
+"""Curve of a step's memory -> its footprint at any batch size: arithmetic on a value, which runs nothing."""
 
 from __future__ import annotations
 

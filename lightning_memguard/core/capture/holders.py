@@ -34,7 +34,7 @@ _SAMPLED = 256  # entries of a long container that are looked at
 # Trainers, loops, loggers and optimizers lead everywhere.
 LEAD_EVERYWHERE = LIBRARIES | {"rich", "builtins"}
 _PYTHONS = sys.stdlib_module_names - {"__main__"}
-_WALKED = (nn.Module, Dataset, DataLoader)
+_DATA = (Dataset, DataLoader)
 _CACHED = type(functools.lru_cache(len))
 _PLAIN = (bool, int, float, complex, type(None))
 _SHARED = (dict, list, set, deque, _CACHED)  # variables of files and of classes that may grow
@@ -137,7 +137,7 @@ def _shared_of(thing: object) -> dict[str, object]:
 
 def _is_walked(thing: object) -> bool:
     is_users = bool(users_classes(type(thing))) and not isinstance(thing, (type, BuiltinFunctionType))
-    return isinstance(thing, _WALKED) or is_users
+    return isinstance(thing, (nn.Module, *_DATA)) or is_users
 
 
 def users_classes(cls: type) -> list[type]:
@@ -262,15 +262,13 @@ def unregistered_tensors(module: nn.Module) -> Iterator[Tensor]:
             queue.extend(thing)
         elif isinstance(thing, dict):
             queue.extend(thing.values())
-        elif isinstance(thing, nn.Module) or (_is_walked(thing) and not _is_data(thing)):
+        elif isinstance(thing, nn.Module) or (
+            _is_walked(thing) and not isinstance(thing, _DATA) and not hasattr(thing, "train_dataloader")
+        ):
             queue.append(getattr(thing, "__dict__", {}))
 
 
 _REGISTERED = ("_parameters", "_buffers", "_modules")
-
-
-def _is_data(thing: object) -> bool:
-    return isinstance(thing, (Dataset, DataLoader)) or hasattr(thing, "train_dataloader")
 
 
 # -- the line that puts it there

@@ -27,7 +27,8 @@ from lightning_memguard.core.kernels import table
 from lightning_memguard.core.kernels.arguments import Call
 from lightning_memguard.core.simulation import mkldnn_lstm, sdpa
 from lightning_memguard.core.simulation.backward import graph_task
-from lightning_memguard.core.simulation.fake import by_name, training_threads
+from lightning_memguard.core.simulation.fake import training_threads
+from lightning_memguard.core.simulation.faking import by_name
 from lightning_memguard.core.torch_port import FakeTensor, OpOverload, no_dispatch, tree_leaves, tree_map_only
 from lightning_memguard.core.trace.scratch import NONE, CpuTarget, CudaTarget, Scratch
 from lightning_memguard.core.trace.trace import Kernel, ScratchSpan, moments_of, scratch_events

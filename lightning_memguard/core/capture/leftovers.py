@@ -85,8 +85,8 @@ class Leftovers:
         missing = sum(map(_missing_history, optimizers))
         if missing:
             self._recorder.expect(missing, "optimizer_state")
-            note = f"the optimizer's history grows to its `history_size`, by {format_bytes(missing)} after two steps"
-            self._recorder.assumptions[note] = None
+            more = format_bytes(missing)
+            self._recorder.assume(f"the optimizer's history grows to its `history_size`, by {more} after two steps")
         return missing > 0
 
 
@@ -115,11 +115,11 @@ class Garbage:
         self._recorder.expect((_BATCHES_OF_GARBAGE - 1) * self._bytes, "activations", at_most=True)
         if _BATCHES_OF_GARBAGE * self._bytes < WORTH_A_NOTE:
             return
-        self._recorder.assumptions[
+        self._recorder.assume(
             f"each batch leaves {format_bytes(self._bytes)} in reference cycles of Python objects that wait for the "
             f"garbage collector; at most, those of {_BATCHES_OF_GARBAGE} batches are counted. `gc.collect()` after a "
             "batch frees them"
-        ] = None
+        )
 
 
 @contextlib.contextmanager

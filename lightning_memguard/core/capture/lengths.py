@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, islice
+from itertools import chain, islice, product
 
 from lightning_memguard.core.capture.capture import CaptureFailedError, capture, captures_of
 from lightning_memguard.core.capture.curve import Curve, Terms
@@ -13,10 +13,10 @@ from lightning_memguard.core.capture.predict import Surveyor
 from lightning_memguard.core.capture.program import Program
 from lightning_memguard.core.replay.epoch import Epoch, Padding, Shape, in_random_order, replay_epoch, to_multiples
 from lightning_memguard.core.replay.settings import AllocatorSettings
-from lightning_memguard.core.trace.growth import Growth, grow, same_kernels
+from lightning_memguard.core.trace.growth import Growth, first_alike, grow
 from lightning_memguard.core.trace.lengths import LEAST_LENGTHS, ShapeGrowth, grow_by_length
 from lightning_memguard.core.trace.scratch import up
-from lightning_memguard.core.trace.trace import Method, Trace
+from lightning_memguard.core.trace.trace import Trace
 from lightning_memguard.errors import CannotTraceError
 
 _PADDED = 32  # to multiples of this, at most
@@ -71,14 +71,8 @@ class LengthSurveyor:
         last = len(lengths) - 1
         chosen = [lengths[round(last * part / (LEAST_LENGTHS - 1))] for part in range(LEAST_LENGTHS - 1)]
         sizes = growth.sizes if growth.degree > 1 else growth.sizes[:2]
-        for length in chosen:
-            with captures_of(self.programs[length]) as captures:
-                for size in sizes:
-                    captures.start(self.programs[length], size, longest.method)
-        growths = {lengths[-1]: growth}
-        for length in chosen:
-            growths[length] = grow([capture(self.programs[length], size, longest.method) for size in sizes])
-        shapes = grow_by_length(growths)
+        growths = _growths_of({length: self.programs[length] for length in chosen}, sizes)
+        shapes = grow_by_length({**growths, lengths[-1]: growth})
         between = {
             length: replace(longest, growth=shapes.at(length), captured={}, proofs={}) for length in lengths[:-1]
         }
@@ -165,22 +159,26 @@ class ShapeSurveyor:
             return [*first, *self._regions(middle, longest, known, halved - 1)]
 
     def _capture(self, lengths: Collection[int], known: dict[int, Growth]) -> None:
-        """Capture the step at the lengths that are not known yet, side by side."""
-        programs = {length: self.program_at(length) for length in lengths if length not in known}
-        tasks = [(program, size, _FAKE) for program in programs.values() for size in self.sizes]
-        with captures_of(*programs.values()) as captures:
-            for task in tasks:
-                captures.start(*task)
-            for length, program in programs.items():
-                try:
-                    traces = [capture(program, size, _FAKE) for size in self.sizes]
-                except CaptureFailedError as error:
-                    raise CannotTraceError(f"at length {length} {error}") from error
-                alone = Growth(traces[0], self.sizes, {}, {}, same_kernels(traces))
-                known[length] = grow(traces) if len(traces) > 1 else alone
+        """Capture the step at the lengths that are not known yet."""
+        known |= _growths_of({length: self.program_at(length) for length in lengths if length not in known}, self.sizes)
 
 
-_FAKE: Method = "fake"
+def _growths_of(programs: Mapping[int, Program], sizes: tuple[int, ...]) -> dict[int, Growth]:
+    """Capture the step at some lengths and sizes, side by side, and return how it grows at each length."""
+    found: dict[int, Growth] = {}
+    with captures_of(*programs.values()) as captures:
+        for program, size in product(programs.values(), sizes):
+            captures.start(program, size, "fake")
+        for length, program in programs.items():
+            try:
+                traces = [capture(program, size, "fake") for size in sizes]
+            except CaptureFailedError as error:
+                raise CannotTraceError(f"at length {length} {error}") from error
+            alone = Growth(traces[0], sizes, {}, {}, first_alike([traces[0].kernels]))
+            found[length] = grow(traces) if len(traces) > 1 else alone
+    return found
+
+
 _MOST_CAPTURED = 6  # lengths
 _MOST_HALVED = 2  # regions
 _GRAINS = (64, 8, 1)  # lengths that kernels do not pad, where there are enough of them

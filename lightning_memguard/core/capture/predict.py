@@ -263,7 +263,7 @@ def _cpu_speed(threads: int) -> Speed:
     def measure(_: int) -> Speed:
         # A new thread starts others of its own: those of the process that was forked are not there.
         with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(threads,)) as pool:
-            return pool.submit(cpu_speed, threads).result()
+            return pool.submit(cpu_speed).result()
 
     with trusted_child(measure) as child:
         return child.ask(threads)
@@ -277,18 +277,7 @@ def predict(
     context_bytes: Range[int] = NOTHING,
     scalable: bool = True,
 ) -> Prediction:
-    """Capture a step, see `Surveyor.survey`.
-
-    Args:
-        program: what runs.
-        batch_size: the size asked for; it is the one captured if small sizes fail.
-        settings: the allocator's rules.
-        context_bytes: what the process takes on its device outside the allocator.
-        scalable: False to capture ``batch_size`` alone.
-
-    Raises:
-        CannotTraceError: not even the states could be made.
-    """
+    """Capture a step under an allocator's rules, see `Surveyor.survey`; ``context_bytes`` are outside the allocator."""
     curve = Surveyor(program).survey(batch_size, Terms(settings, context_bytes), scalable=scalable)
     return Prediction(program, curve)
 

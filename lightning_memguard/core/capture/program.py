@@ -23,8 +23,9 @@ from lightning_memguard.core.capture.recorder import Recorder, gradients_of, ref
 from lightning_memguard.core.gpus import Gpu
 from lightning_memguard.core.isolation.pool import in_child
 from lightning_memguard.core.simulation.constants import KnownFakeMode
-from lightning_memguard.core.simulation.fake import fake_copy, faking, isolated_rng, pyro_params_of, real_copy
+from lightning_memguard.core.simulation.fake import fake_copy, isolated_rng, pyro_params_of, real_copy
 from lightning_memguard.core.simulation.fake_cuda import FAKE_DEVICE, FakeCudaMode, simulated_cuda
+from lightning_memguard.core.simulation.faking import faking
 from lightning_memguard.core.simulation.one_rank import one_rank_of
 from lightning_memguard.core.torch_port import FakeTensorMode
 from lightning_memguard.core.trace.trace import Shapes
@@ -435,7 +436,7 @@ class LoopProgram(Program):
                 recorder.label_held_by(optimizers)
         if leftovers.bytes_per_batch:
             left = format_bytes(leftovers.bytes_per_batch)
-            recorder.assumptions[f"each step leaves {left} behind; what more steps leave is not included"] = None
+            recorder.assume(f"each step leaves {left} behind; what more steps leave is not included")
 
 
 def _give_gradients(recorder: Recorder, module_copy: nn.Module, optimizers: Sequence[Optimizer] = ()) -> None:

@@ -36,6 +36,7 @@ from lightning_memguard.core.simulation import (
     cudnn_rnn,
     fake,
     fake_cuda,
+    faking,
     fast_paths,
     mkldnn_lstm,
     one_rank,
@@ -169,11 +170,11 @@ class Recorder(Storages, TorchDispatchMode):
     def note_autotuning(self) -> None:
         """Note that kernels of products and convolutions may be chosen by torch.compile for their speed from now on."""
         self._scratch.is_autotuned = True
-        self.assumptions[_AUTOTUNED] = None
+        self.assume(_AUTOTUNED)
 
     def note_graphs(self) -> None:
         """Note that what torch.compile makes of the step runs as CUDA graphs, which keep memory to themselves."""
-        self.assumptions[_GRAPHS] = None
+        self.assume(_GRAPHS)
 
     def pooled(self, call: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """Return a compiled program that runs with its blocks known as those of the pool that CUDA graphs share."""
@@ -194,7 +195,7 @@ class Recorder(Storages, TorchDispatchMode):
         """Return what a compiled step takes at most by choices that are made on a device."""
         scratch, apart = self._scratch, self._apart() if _GRAPHS in self.assumptions else 0
         if scratch.padded >= WORTH_A_NOTE:
-            self.assumptions[_PADS] = None
+            self.assume(_PADS)
         timed = compiled_cuda.timing_bytes(scratch.target) if self._pool else 0
         return max(scratch.largest_product, scratch.padded) + timed + apart
 
@@ -208,8 +209,8 @@ class Recorder(Storages, TorchDispatchMode):
                 peaks = list(map(max, peaks, (*now, sum(now))))
         return peaks[0] + peaks[1] - peaks[2] + self._copied
 
-    def note_uncompiled(self, note: str) -> None:
-        """Note that what torch.compile would compile runs as it was written."""
+    def assume(self, note: str) -> None:
+        """Note an assumption, once."""
         self.assumptions[note] = None
 
     def note_check(self) -> None:
@@ -244,7 +245,7 @@ class Recorder(Storages, TorchDispatchMode):
                 self.ran_backward = True
                 self.keep_activations()
             self._graph_task = task
-        known = fake.known_result(func, args, kwargs)
+        known = faking.known_result(func, args, kwargs)
         if known is not None:
             with DisableTorchFunction():
                 self._note_work(func, args, kwargs, known)
@@ -256,7 +257,7 @@ class Recorder(Storages, TorchDispatchMode):
         taken_apart = self._taken_apart(func)
         if taken_apart is not None:
             return taken_apart(*args, **kwargs)
-        if fake.only_writes(func, args):
+        if faking.only_writes(func, args):
             forget_written(func, args, kwargs)
             out = None
         else:
@@ -278,7 +279,7 @@ class Recorder(Storages, TorchDispatchMode):
 
     def _result(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         try:
-            ran = self._custom_result(func, args, kwargs) if fake.is_custom(func) else None
+            ran = self._custom_result(func, args, kwargs) if faking.is_custom(func) else None
             out = ran[0] if ran else self._fake_result(func, args, kwargs)
             if out is None and not ran:
                 out = self.reads.given(func, self.line)
@@ -289,7 +290,7 @@ class Recorder(Storages, TorchDispatchMode):
                 raise
             out = self._value_sizes.result(func, self.line(), args, kwargs)
             if not self._value_sizes.are_given:
-                self.assumptions[assumption(func)] = None
+                self.assume(assumption(func))
         else:
             self._value_sizes.note(func, self.line, args, out)
             self.reads.note(func, self.line, out)
@@ -330,16 +331,17 @@ class Recorder(Storages, TorchDispatchMode):
         implementation = port.python_kernel(func, self.device_type)
         if self.device_type == "cuda" and quantized.depends_on_outliers(func, args, kwargs):
             implementation = quantized.quantize_rows
-            self.assumptions[quantized.OUTLIERS] = None
+            self.assume(quantized.OUTLIERS)
         if implementation is not None:
             try:
-                with self._inside_kernel(), quantized.addresses_for(func, self.device_type) or fake.without_addresses():
+                addresses = quantized.addresses_for(func, self.device_type)
+                with self._inside_kernel(), addresses or faking.without_addresses():
                     forget_written(func, args, kwargs)
                     out = implementation(*args, **kwargs)
                 if self.device_type == "cuda" and (most := quantized.most_of_outliers(func, args, out)):
                     self.hold_at_most(*most)
                 return (out,)
-            except fake.NoAddressError:
+            except faking.NoAddressError:
                 pass
             except (DataDependentOutputException, DynamicOutputShapeException, MemGuardError):
                 raise  # it runs on real tensors
@@ -348,20 +350,20 @@ class Recorder(Storages, TorchDispatchMode):
                     raise
         inside = asked_bytes(func, args, kwargs) if self.device_type == "cpu" else None
         if inside is None:
-            self.assumptions[fake.unseen(func)] = None
+            self.assume(faking.unseen(func))
         self._scratch.inside = inside or 0
         return None
 
     def _fake_result(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         """The result of an operator whose fake kernel in torch is less exact than ours, else None."""
-        out = fake.laid_out(func, args, kwargs)
+        out = faking.laid_out(func, args, kwargs)
         if out is not None:
             return out
         if self.device_type == "cpu":
             return mkldnn_lstm.fake_result(func, args, kwargs)
         out = cudnn_rnn.fake_result(func, args, kwargs)
         if out is not None:
-            self.assumptions[cudnn_rnn.NOTE] = None
+            self.assume(cudnn_rnn.NOTE)
         return out
 
     def trace(self, batch_size: int, method: Method, notes: Iterable[str] = ()) -> Trace:
@@ -413,7 +415,7 @@ class Recorder(Storages, TorchDispatchMode):
                 counted[self.module] += int(work.flops)
 
     def _work_noted(self, *, updates: bool) -> list[Work] | None:
-        """Where to note what is computed now: in the second batch, or optimizer step, as the first ones make states."""
+        """Return the list to note work in: of the second batch, or optimizer step, as the first ones make states."""
         first = self._first_steps.setdefault(updates, self.step)
         noted = self._work.setdefault(updates, (self.step, [])) if self.step != first else None
         return noted[1] if noted and noted[0] == self.step else None
@@ -451,7 +453,7 @@ _NOT_COPIED = ("parameters", "buffers")
 
 def call_with_overrides(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     """Call a function of torch, or ours in place of one that fake tensors or a simulated GPU do not support."""
-    return (fake_cuda if fake_cuda.is_overridden(func, args) else fake).call(func, args, kwargs)
+    return (fake_cuda if fake_cuda.is_overridden(func, args) else faking).call(func, args, kwargs)
 
 
 _WITH_LINEAR = frozenset((F.linear, F.multi_head_attention_forward, *map(port.recurrent_function, port.RECURRENT)))
@@ -601,7 +603,7 @@ def watching(recorder: Recorder, module: nn.Module) -> Iterator[None]:
             exits.enter_context(patched(Recorder, __torch_dispatch__=dispatch))
             exits.enter_context(compiled.compiling(recorder))
         else:
-            exits.enter_context(compiled.noting(recorder.note_uncompiled))
+            exits.enter_context(compiled.noting(recorder.assume))
             exits.enter_context(patched(constants, note_check=recorder.note_check))
             exits.enter_context(patched(torch, get_rng_state=_watched(recorder, torch.get_rng_state)))
             exits.enter_context(paths_mode)

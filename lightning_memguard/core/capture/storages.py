@@ -284,7 +284,7 @@ class Storages:
 
 
 class _Keeper:
-    """Stands for a block that no tensor of the recording has."""
+    """Placeholder for a block that no tensor of the recording has."""
 
 
 def plain_tensors(out: object, *, inside: bool = True) -> Iterator[Tensor]:

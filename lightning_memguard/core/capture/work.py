@@ -1,7 +1,7 @@
 """Operator and arguments -> the floating point operations it runs, and the bytes it moves.
 
 Products by the formulas of torch's own counter where these are right; gradients of convolutions by ours, since torch
-counts those of a grouped one up to twice. Checked on torch 2.11 to 2.13.
+counts those of a grouped one up to twice.
 https://github.com/pytorch/pytorch/blob/v2.13.0/torch/utils/flop_counter.py (`flop_registry`)
 """
 

@@ -94,7 +94,7 @@ class HostUse:
             processes), the buffer of a ``checkpoint``, and activations that are ``offloaded``.
         most_bytes: of all parts together, at most.
         budget: what the host offers; None on the CPU.
-        shared_bytes: what lies in /dev/shm at once.
+        shared_bytes: what is in /dev/shm at once.
         shared_budget: what /dev/shm offers; None without one.
         remedies: settings of loaders that would take less, with the bytes that they save, in plain words.
         of_saving: such settings of checkpoints.
@@ -189,7 +189,7 @@ class Request:
         run_size: the largest size that ``run_limit`` allows, or None.
         prefers_fast: whether the smallest size that is about as fast as the fastest is chosen, instead of the largest.
         kept_by: why a batch size that fits is kept; None if it may grow. Other limits hold for sizes that are chosen.
-        was_set: whether someone has set the loader's batch size.
+        was_set: whether the loader's batch size was set.
         run_limit: what sets ``run_size``: `Limits.min_steps_per_epoch`, a setting that counts batches, shared memory.
     """
 
@@ -237,7 +237,7 @@ class Decision(Shown):
             empty otherwise.
         largest_batch_size: the largest that memory and data allow; None if it is not known without further captures, or
             cannot be changed.
-        was_set: whether someone has set the loader's batch size; a DataLoader that is made without one has 1.
+        was_set: whether the loader's batch size was set; a DataLoader that is made without one has 1.
         multiple_of: only multiples of this were chosen from.
         validation_batch_size: samples per batch in the fit's validation: as asked, or the largest that fits; None if
             validation was not predicted.

@@ -31,7 +31,7 @@ class Measured:
     ``peak_allocated_bytes`` and ``peak_reserved_bytes`` are the caching allocator's, if the device has one, and so are
     ``alloc_retries`` (how often it released its cache to make room) and ``ooms`` (requests that failed even so).
     ``step_seconds`` is the mean time of an optimizer step, without the first of the epoch; None if there were too few.
-    ``host_bytes`` are those of the host since the first step, with worker processes and what lies in shared memory;
+    ``host_bytes`` are those of the host since the first step, with worker processes and what is in shared memory;
     None on the CPU, and if nothing of the kind was predicted.
     """
 
@@ -49,7 +49,7 @@ class Measured:
 
     @property
     def taken_bytes(self) -> int:
-        """What a budget must hold: of the process, if that was measured as well."""
+        """Bytes that a budget must hold: those of the process, if they were measured as well."""
         return max(self.peak_bytes, self.process_bytes or 0)
 
     def of_process(self) -> Measured:

@@ -11,7 +11,7 @@ from lightning_memguard.core.range import Range
 from lightning_memguard.units import GIB, MIB
 
 UNKNOWN_CONTEXT_BYTES = 900_000_000
-"""What counts as the context of a device that is there and cannot be asked: about an H100's, the largest."""
+"""Counted as the context of a device that is there and cannot be asked: about an H100's, the largest."""
 
 # More than this outside PyTorch's allocator is not one process's context and libraries (107 to 1343 MB measured).
 _LARGEST_CONTEXT_BYTES = 2 * GIB

@@ -24,7 +24,7 @@ the peak: glibc up to 2.37 does not find a freed block again for an aligned requ
 """
 
 LARGEST_IN_HEAP_BYTES = 32 << 20
-"""Where glibc's own rule lets the threshold rise to (DEFAULT_MMAP_THRESHOLD_MAX)."""
+"""The most that glibc's own rule lets the threshold rise to (DEFAULT_MMAP_THRESHOLD_MAX)."""
 
 _GLIBC_TRIM, _GLIBC_MMAP = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of malloc.h, see man 3 mallopt
 _LARGEST_HOLE_BYTES, _MOST_HOLES = 1 << 30, 10_000

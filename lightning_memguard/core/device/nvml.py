@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
@@ -68,11 +69,17 @@ def driver_version() -> str:
     Raises:
         pynvml.NVMLError: NVML does not answer.
     """
+    with _nvml() as nvml:
+        return str(nvml.nvmlSystemGetDriverVersion())
+
+
+@contextmanager
+def _nvml() -> Iterator[ModuleType]:
     import pynvml
 
     pynvml.nvmlInit()
     try:
-        return str(pynvml.nvmlSystemGetDriverVersion())
+        yield pynvml
     finally:
         or_none(pynvml.nvmlShutdown)
 
@@ -88,12 +95,9 @@ def nvml_memory(gpu: GpuFacts) -> MemoryInfo | None:
 
 
 def _ask_nvml(gpu: GpuFacts) -> MemoryInfo | None:
-    import pynvml
-
-    pynvml.nvmlInit()
-    try:
-        for find, name in _nvml_handles(pynvml, gpu):
-            memory = or_none(_memory_of, pynvml, find, name)
+    with _nvml() as nvml:
+        for find, name in _nvml_handles(nvml, gpu):
+            memory = or_none(_memory_of, nvml, find, name)
             if memory is None:
                 continue
             # NVML's total is 1 to 2% above CUDA's, a whole GPU's far above that of its MIG slice, whose name is unique.
@@ -101,9 +105,7 @@ def _ask_nvml(gpu: GpuFacts) -> MemoryInfo | None:
             if alike or str(name).startswith("MIG-"):
                 total = min(memory.total_bytes, gpu.total_bytes)  # as CUDA sees it
                 return replace(memory, total_bytes=total, free_bytes=min(memory.free_bytes, total))
-        return None
-    finally:
-        or_none(pynvml.nvmlShutdown)
+    return None
 
 
 def _nvml_handles(pynvml: ModuleType, gpu: GpuFacts) -> Iterator[tuple[Callable[[str | int], object], str | int]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import time
 from collections.abc import Callable
@@ -49,9 +48,8 @@ def gpu_speed(gpu: Gpu, shares: tuple[float, float] = _SHARES) -> Speed | None:
     return Speed(flops, ((0.0, gpu.bandwidth * of_bandwidth),), _GPU_LAUNCH, _GPU_SPREAD, gpu.link, host_link)
 
 
-@functools.cache
-def cpu_speed(threads: int) -> Speed:  # noqa: ARG001 - another number is another speed
-    """Measure this machine's CPU, in about a third of a second; ``threads`` are those that torch uses.
+def cpu_speed() -> Speed:
+    """Measure this machine's CPU on the threads that torch uses, in about a third of a second.
 
     Products of matrices by number format; a convolution with its backward pass; a special function and random numbers;
     sums of two vectors of several sizes, as a cache holds small ones; and modules on one element, with their nodes in

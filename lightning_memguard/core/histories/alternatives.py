@@ -56,8 +56,7 @@ def alternatives(
 def _alternative(history: History, text: str, capacity_bytes: int | None, again: bool) -> Alternative:
     settings, was = history.settings.with_setting(text), history.settings.replaced_by(text)
     if capacity_bytes is not None:
-        share = min(settings.per_process_memory_fraction, 0.999 if settings.garbage_collection_threshold else 1.0)
-        within = replace(settings, capacity_bytes=capacity_bytes, per_process_memory_fraction=share)
+        within = replace(settings.collecting(), capacity_bytes=capacity_bytes)
         found = replay_history(history, within, laid_out_again=again)
         if found.out_of_memory_entry in (None, history.refused_at):
             return Alternative(text, found, found.out_of_memory_entry is None, was, again)

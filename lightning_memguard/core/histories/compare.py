@@ -188,7 +188,7 @@ class _Step:
 
     @property
     def held_at_peak(self) -> _Step:
-        """Those that are alive at the peak, as requests by size: the order in which they came is not known."""
+        """The requests that are alive at the peak, by size: the order in which they came is not known."""
         alive = [each for each in (*self.held, *self.requests) if not self.requests or self.at_peak(each)]
         ordered = sorted(alive, key=lambda each: -each.nbytes)
         most = max(self.reserved)

@@ -32,6 +32,7 @@ _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 _MOST_COPIED = 64 << 20  # bytes of shared memory that are worth a copy
 _MEMORY_DEVICES = 1  # the major number of /dev/null, /dev/zero, /dev/urandom (man 4 null)
 _PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS = 1, 38  # linux/prctl.h
+_CLOCK_REALTIME_COARSE = 5  # linux/time.h: moves by ticks of some milliseconds
 _NAMED = """
     chmod chown fchmod fchown ftruncate lchown link mkdir mkfifo mknod remove rename replace rmdir symlink
     truncate unlink utime
@@ -182,7 +183,7 @@ def _divert_writes(*, new_too: bool) -> None:
     """
     open_file: Any = io.open
     open_descriptor: Any = os.open
-    is_ours = _made_since(time.time()) if not new_too else lambda _: False
+    is_ours = _made_since(_next_tick()) if not new_too else lambda _: False
 
     def open_(file: object, mode: str = "r", *args: object, opener: object = None, **kwargs: object) -> Any:
         if isinstance(file, int) or not {*mode} & {*"wax+"} or is_ours(file):
@@ -208,13 +209,24 @@ def _divert_writes(*, new_too: bool) -> None:
                 setattr(home, name, lambda *_, **__: None)
 
 
-def _made_since(begun: float) -> Callable[[object], bool]:
+def _next_tick() -> int:
+    """Wait until the clock that dates files has moved on, and read it: files that were there have earlier dates."""
+    if not _LINUX:
+        return time.time_ns()
+    before = now = time.clock_gettime_ns(_CLOCK_REALTIME_COARSE)
+    while now == before:
+        time.sleep(0.001)
+        now = time.clock_gettime_ns(_CLOCK_REALTIME_COARSE)
+    return now
+
+
+def _made_since(begun: int) -> Callable[[object], bool]:
     """Return a function that says whether a path is of this process's own making, or is still to be made."""
     status_of = os.stat
 
     def is_ours(path: Any) -> bool:
         try:
-            return status_of(path).st_ctime >= begun
+            return status_of(path).st_ctime_ns >= begun
         except (OSError, TypeError, ValueError):
             return isinstance(path, (str, bytes, os.PathLike))
 
@@ -266,7 +278,7 @@ _BIND_AND_CONNECT, _SCOPES = 3, 3  # TCP; abstract sockets and signals to proces
 def _forbid_writes(*, new_too: bool) -> bool:
     """Have the kernel, if it has Landlock, refuse writes, new files, connections and signals of code in C.
 
-    Unless new files are meant ``too``, it only refuses to begin existing ones anew.
+    Unless new files are meant ``too``, it only refuses to truncate existing ones.
 
     See docs.kernel.org/userspace-api/landlock.html. An older kernel refuses less, or nothing: then `RLIMIT_FSIZE` keeps
     files from growing.

@@ -30,7 +30,7 @@ Value = TypeVar("Value")
 MOST_SECONDS = 300.0  # for one request
 SILENT_SECONDS = 30.0  # of the processor, without a sign of life: no operator that a step calls takes so long
 BLOCKED_SECONDS = 10.0  # asleep, without a sign of life
-STOP_SECONDS = 3.0  # for a child that is told to stop, to answer with what it has
+STOP_SECONDS = 3.0  # for a child that is asked to stop, to answer with what it has
 _BEAT_SECONDS = 0.5
 _POLL_SECONDS = 0.2
 # A child takes these from the module.
@@ -50,7 +50,7 @@ class Answer(Generic[Value]):
 
 
 class StoppedError(BaseException):
-    """Raised in a child that is told to stop; no `except Exception` of the code that it runs is meant."""
+    """Raised in a child that is asked to stop; no `except Exception` of the code that it runs is meant."""
 
 
 class Children(Generic[Request, Value]):
@@ -67,7 +67,7 @@ class Children(Generic[Request, Value]):
         reaches_out: whether it may write new files and connect to other machines.
         while_waiting: called several times a second while an answer is waited for.
         deadline: returns the moment (of `time.monotonic`) at which all children are ended. Requests without an answer
-            are then lost, and so are new ones; the child at the one that is waited for is told to stop, and may answer.
+            are then lost, and so are new ones; the child at the one that is waited for is asked to stop, and may reply.
     """
 
     def __init__(
@@ -186,7 +186,7 @@ class Children(Generic[Request, Value]):
 
     def _serve(self, requests: Connection, answers: Connection) -> None:
         self._begin()
-        _serve(self._handle, requests, answers, trusted=self._trusted)
+        _serve(self._handle, requests, answers, trusted=self._trusted, reaches_out=self._reaches_out)
 
     def _handle(self, request: Request) -> object:
         return self._work(request)
@@ -230,8 +230,7 @@ class _Child:
         if not self._process:
             try:
                 cut_off(parent, (asked.fileno(), answers.fileno()), memory_bytes, reaches_out=reaches_out)
-                random.setstate(state)  # which Python sets anew after a fork
-                _note_reach(out=reaches_out)
+                random.setstate(state)  # which Python sets again after a fork
                 serve(asked, answers)
             finally:
                 os._exit(1)
@@ -247,7 +246,7 @@ class _Child:
             self._requests.send_bytes(_pickled(request))
 
     def stop(self) -> None:
-        """Tell it to stop, which it finds at its next sign of life."""
+        """Ask it to stop, which it finds at its next sign of life."""
         with contextlib.suppress(BrokenPipeError):
             self._requests.send_bytes(b"")
 
@@ -293,10 +292,10 @@ class _Child:
         return float(times.user + times.system)
 
     def _ended(self, options: int = 0) -> Answer[Any] | None:
-        """How it ended; None if it has not ended and ``options`` say not to wait."""
+        """Return how it ended; None if it has not ended and ``options`` say not to wait."""
         try:
             process, status = os.waitpid(self._process, options)
-        except ChildProcessError:  # someone else waited for it
+        except ChildProcessError:  # other code waited for it
             process, status = self._process, None
         if not process:
             return None
@@ -346,7 +345,7 @@ def _ending(status: int | None) -> str:
 
 
 def processors() -> int:
-    """How many this process may use."""
+    """Count those that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -356,11 +355,6 @@ _beats_to: Connection | None = None  # None in a process whose parent waits for 
 _asked: Connection | None = None  # where more comes while it works only if it is to stop
 _is_trusted = _reaches_out = False
 _next_beat = 0.0
-
-
-def _note_reach(*, out: bool) -> None:
-    global _reaches_out  # noqa: PLW0603
-    _reaches_out = out
 
 
 def reaches_out() -> bool:
@@ -384,7 +378,7 @@ def is_forked() -> bool:
 
 
 def beat() -> None:
-    """Send a sign of life, if the parent waits for one; raise `StoppedError`, once, if it has said to stop."""
+    """Send a sign of life, if the parent waits for one; raise `StoppedError`, once, if it has asked to stop."""
     global _asked, _next_beat  # noqa: PLW0603
     if _beats_to and monotonic() > _next_beat:
         _next_beat = monotonic() + _BEAT_SECONDS
@@ -400,9 +394,11 @@ def tell(doing: str) -> None:
         _beats_to.send_bytes(_pickled(doing))
 
 
-def _serve(handle: Callable[[Any], Any], requests: Connection, answers: Connection, *, trusted: bool) -> None:
-    global _asked, _beats_to, _is_trusted  # noqa: PLW0603
-    _beats_to, _is_trusted = answers, trusted
+def _serve(
+    handle: Callable[[Any], Any], requests: Connection, answers: Connection, *, trusted: bool, reaches_out: bool
+) -> None:
+    global _asked, _beats_to, _is_trusted, _reaches_out  # noqa: PLW0603
+    _beats_to, _is_trusted, _reaches_out = answers, trusted, reaches_out
     _asked = None if trusted else requests
     tell("")  # it is cut off
     while True:

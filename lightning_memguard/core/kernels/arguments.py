@@ -1,6 +1,6 @@
 """One call of an operator, as rules get it, and their answer: the memory its kernel takes from PyTorch's allocator.
 
-The schema names the arguments, in every overload alike and in torch 2.9 to 2.13: no rule depends on their positions.
+The schema names the arguments, in every overload alike: no rule depends on their positions.
 """
 
 from __future__ import annotations

@@ -215,7 +215,7 @@ def _safe_softmax(call: Call[CpuTarget | CudaTarget]) -> Scratch:
     """`_safe_softmax` (attention.cpp): which places are minus infinity, which rows are, and a zero.
 
     Not the softmax, which is the result: `where_out` reuses its storage. The profiler reports the same blocks for the
-    CPU on torch 2.11 and 2.13.
+    CPU.
     """
     x, target = call["self"], call.target
     if not x.numel():

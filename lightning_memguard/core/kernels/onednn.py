@@ -2,8 +2,8 @@
 
 oneDNN is linked into libtorch_cpu.so. Its C interface (dnnl.h; the functions used here are the same in oneDNN 3.0 to
 3.13) is not exported, but named in the library's symbol table. A *primitive descriptor* chooses an implementation and
-says which memory it wants; nothing is computed, and nothing is allocated from PyTorch. Checked on torch 2.11 and 2.13,
-Linux x86-64. Where the library has no such symbols there is no answer (None), and rules fall back to formulas.
+says which memory it wants; nothing is computed, and nothing is allocated from PyTorch. Checked on Linux x86-64. Where
+the library has no such symbols there is no answer (None), and rules fall back to formulas.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The table by layer: what each module holds, returns, keeps for the backward pass and computes.
 
-It comes from one forward pass of a fake copy: bytes from what autograd saves, FLOPs from its operators. Checked
-on torch 2.11 and 2.13.
+It comes from one forward pass of a fake copy: bytes from what autograd saves, FLOPs from its operators.
 """
 
 from __future__ import annotations
@@ -250,7 +249,7 @@ def table_of(module_copy: nn.Module, batch: object, batch_size: int, step: Step,
     kept = _bytes_by_module(saved, (*module_copy.parameters(), *module_copy.buffers(), *batch_tensors))
     del result  # held until here: it holds the graph, and all that is saved
     if recorder.ran_backward:
-        recorder.assumptions["the step ran its own backward pass: what that freed is not counted"] = None
+        recorder.assume("the step ran its own backward pass: what that freed is not counted")
     return LayerTable(
         batch_size,
         tuple(_rows(module_copy, outputs, kept, recorder.flops)),

@@ -1,4 +1,4 @@
-"""Where CUDA's driver puts new segments: of several free blocks of one size, the allocator takes the lowest.
+"""Addresses that CUDA's driver gives new segments: of several free blocks of one size, the allocator takes the lowest.
 
 Read off recorded histories: docs/accuracy, *Addresses*.
 """
@@ -19,7 +19,7 @@ DESCENDING_FROM = 1 << 40
 
 
 class AscendingAddresses:
-    """Each segment lies above all before it, as on Windows and in WSL."""
+    """Each segment is above all before it, as on Windows and in WSL."""
 
     def __init__(self) -> None:
         self._next = _FIRST

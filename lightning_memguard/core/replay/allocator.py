@@ -88,7 +88,7 @@ class SegmentInfo:
 
 
 class SegmentAction(NamedTuple):
-    """What PyTorch records of device memory that is reserved or released: ``segment_alloc``, ``segment_unmap``, ..."""
+    """Record of PyTorch on device memory that is reserved or released: ``segment_alloc``, ``segment_unmap``, ..."""
 
     action: str
     address: int

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import chain
 from typing import NamedTuple
@@ -56,16 +56,11 @@ class EpochRun:
     failed_at: int | None
 
     @property
-    def retries_per_hundred(self) -> float:
-        """How often the cache is released in a hundred steps."""
-        return 100 * self.retries / self.steps
-
-    @property
     def text(self) -> str:
         """Say how it goes, as in ``"9.1 GiB with expandable_segments:True"``."""
         if self.failed_at is not None:
             return f"{self.change} step {self.failed_at} does not fit"
-        rate = self.retries_per_hundred
+        rate = 100 * self.retries / self.steps
         waits = f", with {rate:.{0 if rate >= 9.5 else 1}f} releases of the cache in 100 steps" if rate else ""
         return f"{format_bytes(self.peak_reserved_bytes)}{f' {self.change}' if self.change else ''}{waits}"
 
@@ -197,8 +192,8 @@ def replay_epoch(
         if time.monotonic() > until:
             settled = False
             break
-    own, *others = (run.found() for order in orders for run in order.runs)
-    others.sort(key=lambda run: "_size_mb" in run.change or "garbage" in run.change)  # which cost time
+    runs = [run for order in orders for run in order.runs]
+    own, *others = (run.found() for run in sorted(runs, key=lambda run: run.costs_time))
     return Epoch(min(lengths), max(lengths), own, tuple(others), settled)
 
 
@@ -207,10 +202,8 @@ def _orders(settings: AllocatorSettings, longest: Shape | None, padding: Padding
     for text in _SETTINGS if settings.capacity_bytes else _SETTINGS[:1]:
         changed = settings.with_setting(text)
         if changed != settings:
-            # PyTorch collects garbage only below a limit of its own
-            share = min(changed.per_process_memory_fraction, 0.999 if changed.garbage_collection_threshold else 1.0)
-            changed = replace(changed, per_process_memory_fraction=share)
-            own.append(_Run(f"with {text}", f"set {VARIABLE}={text} in the environment", _allocator(changed)))
+            how = f"set {VARIABLE}={text} in the environment"
+            own.append(_Run(f"with {text}", how, _allocator(changed.collecting()), costs_time=text in _SETTINGS[1:]))
     orders = [_Order(lambda length: length, own)]
     if padding is not None:
         orders.append(_Order(padding.pad, [_Run(f"padded {padding.to}", padding.how, _allocator(settings))]))
@@ -234,6 +227,7 @@ class _Run:
     change: str
     how: str
     replay: Steps
+    costs_time: bool = False
     steps: int = 0
     grew_at: int = 0
     peak_bytes: int = 0

@@ -195,7 +195,7 @@ class Footprint(Shown):
 
     @property
     def is_cut(self) -> bool:
-        """Whether the deadline left out captures that would have told more."""
+        """Whether the deadline left out captures that would have shown more."""
         return any(doubt.kind in ("unchecked", "one draw") for doubt in self.doubts)
 
     @property

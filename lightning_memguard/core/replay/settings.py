@@ -111,6 +111,11 @@ class AllocatorSettings:
         """Return the part of `text` that a setting written as in the variable would change."""
         return replace(_DEFAULTS, **{_REPLAYED[key]: getattr(self, _REPLAYED[key]) for key in _keys(text)}).text
 
+    def collecting(self) -> AllocatorSettings:
+        """Return the settings with a limit, if garbage is to be collected: PyTorch collects it only below one."""
+        most = 0.999 if self.garbage_collection_threshold else 1.0
+        return replace(self, per_process_memory_fraction=min(self.per_process_memory_fraction, most))
+
     def _value(self, key: str) -> str:
         value = getattr(self, _REPLAYED[key])
         if isinstance(value, tuple):

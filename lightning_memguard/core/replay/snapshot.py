@@ -16,6 +16,7 @@ from typing import Any
 from lightning_memguard.core.replay.allocator import Block
 from lightning_memguard.core.replay.replay import Steps, within_capacity
 from lightning_memguard.core.replay.settings import AllocatorSettings
+from lightning_memguard.core.trace.scratch import up
 from lightning_memguard.core.trace.trace import Event, Trace
 from lightning_memguard.errors import MemGuardError
 
@@ -118,7 +119,7 @@ class _Recording:
             address = block.address
         else:
             address = self._next_address
-            self._next_address += -(-event.nbytes // _ADDRESS_UNIT) * _ADDRESS_UNIT
+            self._next_address += up(event.nbytes, _ADDRESS_UNIT)
             self.entries.append(_entry("segment_alloc", address, event))
         self._live[event.block] = address, size_bytes, event
         self.entries.append({**_entry("alloc", address, event), "category": event.part, "allocated_size": size_bytes})

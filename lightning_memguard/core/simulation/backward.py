@@ -4,7 +4,7 @@ The engine asks each device for its context, so it cannot run on fake tensors of
 reproduced here from torch/csrc/autograd/engine.cpp, input_buffer.cpp and functions/accumulate_grad.cpp: which node is
 next, when a gradient is added in place, moved or copied, when saved tensors are freed. On fake CPU tensors both can
 run: `tests/core/simulation/test_backward.py` compares their event lists, with canary tests for torch's private names.
-Checked on torch 2.11 and 2.13. `walking` patches torch: no other thread may use torch meanwhile.
+`walking` patches torch: no other thread may use torch meanwhile.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _Edge = tuple[_Node, int]  # a receiver of a gradient, and which of its inputs
 _Grads = list[Tensor | None]
 
 
-NUMBER = "memguard number"  # in a node's metadata: what stands for a number that it saved, which no hooks are given
+NUMBER = "memguard number"  # in a node's metadata: the placeholder for a number that it saved, which no hooks are given
 
 _walks: list[int] = []  # the running walks, innermost last: a reentrant checkpoint starts one inside another
 
@@ -478,7 +478,7 @@ class _Walk:
         self._distribute(node, outputs)
 
     def _wanted_of(self, node: _Node) -> tuple[bool, ...]:
-        """Say which results of a node somebody waits for (`task_should_compute_output`)."""
+        """Say which results of a node are waited for (`task_should_compute_output`)."""
         followers = (following for following, _ in self.edges[node])
         return tuple(self.needed is None or each in self.needed or each in self.captures for each in followers)
 

@@ -4,8 +4,8 @@ Dynamo, AOTAutograd and Inductor see the fake copy as they would see the module.
 in Python that allocates buffers, calls kernels and drops buffers; it runs under the recorder like any other code, with
 kernels that do nothing.
 
-Private names of torch's compiler are used here and in `compiled_cuda` only. Checked on torch 2.11 and 2.13:
-`tests/core/simulation/test_compiled.py` has canary tests for them.
+Private names of torch's compiler are used here and in `compiled_cuda` only; `tests/core/simulation/test_compiled.py`
+has canary tests for them.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _READS = frozenset({_aten._local_scalar_dense.default, _aten.equal.default})
 
 
 class Reads:
-    """What a step reads of its tensors' values, by line. Compiled, it reads the same, as no kernel computes anything.
+    """Values that a step reads from its tensors, by line. Compiled, it reads the same, as no kernel computes anything.
 
     Args:
         given: the answers of a run as written, which are handed out in their order.

@@ -1,8 +1,8 @@
 """torch.compile for a simulated GPU: what Dynamo and Inductor ask of CUDA and of Triton, answered without either.
 
 Nothing of it depends on a GPU, a build with CUDA, or Triton: kernels are written, never built. What is changed for that
-in torch's compiler is not put back everywhere (it caches what it was told), so all of it happens in a child. Checked on
-torch 2.11 and 2.13: `tests/core/simulation/test_compiled.py` has canary tests for the private names.
+in torch's compiler is not put back everywhere (it caches answers), so all of it happens in a child.
+`tests/core/simulation/test_compiled.py` has canary tests for the private names.
 """
 
 from __future__ import annotations

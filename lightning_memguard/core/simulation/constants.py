@@ -2,7 +2,6 @@
 
 Libraries branch on them: whether a mask is causal, how full a queue is, whether a codebook was initialized. The mode
 keeps such values while they are small, by storage: views and writes in place then need no rules of their own.
-Changes with torch's fake tensors. Checked on torch 2.11 and 2.13.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ class _Value:
     nbytes: int
     make: Callable[[], torch.UntypedStorage]
     storage: torch.UntypedStorage | None = None
-    owned: bool = True  # nobody else holds it
+    owned: bool = True  # no other object holds it
     writes: list[Callable[[torch.UntypedStorage], object]] = field(default_factory=list)  # to do once it is made
     seen: tuple[object, Tensor | None] = (None, None)  # by a tensor of this layout, last
 
@@ -76,7 +75,7 @@ class KnownFakeMode(RepeatingFakeMode):
         self._overwritten: dict[int, torch.UntypedStorage] = {}  # real ones, whose fake copies were written to
         self.answers: list[bool] = []  # to questions about unknown values, the next one last
         self._no_numbers: Any = WeakTensorKeyDictionary()  # where a tensor is NaN or infinite
-        self.compared: Callable[..., None] | None = None  # is told what single known values are compared with
+        self.compared: Callable[..., None] | None = None  # called with what single known values are compared with
 
     def may_turn_const(self, t: Tensor) -> bool:
         """Return False: values are kept here."""
@@ -202,7 +201,7 @@ class KnownFakeMode(RepeatingFakeMode):
             elif type(tensor) is not Tensor or tensor.device.type != "cpu" or self._is_overwritten(tensor):
                 return False
         if any(not isinstance(tensor, FakeTensor) for tensor in _written(func, args, kwargs)):
-            return False  # someone else's
+            return False  # of other code
         elements = sum(tensor.numel() for tensor in (*read, *operands(args[:1] if written_whole else ())))
         return 0 < elements <= MOST_ELEMENTS
 

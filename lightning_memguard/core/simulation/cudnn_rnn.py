@@ -1,7 +1,7 @@
 """RNN layers on CUDA that cuDNN runs: the operator that is called, and its results.
 
 Read in aten/src/ATen/native/cudnn/RNN.cpp and RNN.cpp. Without a GPU torch would take the layers apart step by step;
-its fake kernel knows no size of the reserve space, and none of the backward pass. Checked on torch 2.11 and 2.13.
+its fake kernel knows no size of the reserve space, and none of the backward pass.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from lightning_memguard.core.foreign import aten as _aten
-from lightning_memguard.core.simulation.fake import by_name
+from lightning_memguard.core.simulation.faking import by_name
 from lightning_memguard.core.torch_port import FakeTensor, OpOverload
 
 _FORWARD, _BACKWARD = _aten._cudnn_rnn.default, _aten._cudnn_rnn_backward.default

@@ -2,7 +2,7 @@
 
 Three things are missing there. A CPU-only build has no device guard for CUDA. Python's `torch.cuda` reports no device,
 so autocast, gradient scaling and users' code turn themselves off. And some operators ask the driver which kernel to use
-(batch norm, RNNs, attention); here the choice of the target GPU is made instead. Checked on torch 2.11 and 2.13.
+(batch norm, RNNs, attention); here the choice of the target GPU is made instead.
 """
 
 from __future__ import annotations

@@ -20,7 +20,8 @@ from torch import Tensor
 from lightning_memguard.core import torch_port as port
 from lightning_memguard.core.foreign import aten
 from lightning_memguard.core.kernels.layout import copy_bytes
-from lightning_memguard.core.simulation.fake import by_name, training_threads
+from lightning_memguard.core.simulation.fake import training_threads
+from lightning_memguard.core.simulation.faking import by_name
 from lightning_memguard.core.torch_port import FakeTensor, OpOverload
 from lightning_memguard.core.trace.scratch import nbytes, up
 

@@ -6,8 +6,8 @@ tensors it makes, so they are real ones. FSDP frees and allocates what it gather
 operator does, so the recorder is notified. DTensor asks for shapes by running operators on tensors of the global shape,
 which are not the step's. And FSDP1 hooks nodes of C++, which a walked backward pass cannot see.
 
-Private names of torch were checked on 2.11 and 2.13. The process group of a real run is put aside in a child, where it
-must not be used: the sockets and streams behind it belong to the parent.
+The process group of a real run is put aside in a child, where it must not be used: the sockets and streams behind it
+belong to the parent.
 """
 
 from __future__ import annotations

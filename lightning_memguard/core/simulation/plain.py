@@ -3,7 +3,7 @@
 A formula that asks `areAnyTensorSubclassLike` (aten/src/ATen/TensorSubclassLikeUtils.h) takes every tensor for a
 subclass under a dispatch mode, and then writes to a new tensor what it writes in place on plain ones, or takes a way
 that needs no values. Read in torch/csrc/autograd/FunctionsManual.cpp and aten/src/ATen/native of torch 2.11 to 2.13;
-`tests/core/capture/test_plain.py` compares what many functions allocate with PyTorch's profiler, so that it finds a
+`tests/core/simulation/test_plain.py` compares what many functions allocate with PyTorch's profiler, so that it finds a
 formula that is missing here.
 """
 

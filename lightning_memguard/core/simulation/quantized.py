@@ -161,7 +161,7 @@ def simulated() -> Iterator[None]:
 
     Patches torch's ``Tensor._make_subclass`` and bitsandbytes for the whole process.
     """
-    with port.subclasses_made_by(_subclass_maker()), _around_nothing("cpu", _patches):
+    with port.subclasses_made_by(_making_fake), _around_nothing("cpu", _patches):
         yield
 
 
@@ -197,9 +197,7 @@ def begin_if_imported() -> None:
         _waiting.pop(0)()
 
 
-def _subclass_maker() -> Callable[..., Tensor]:
-    make = port.subclass_maker()
-
+def _making_fake(make: Callable[..., Any]) -> Callable[..., Tensor]:
     def subclass(kind: type[Tensor], data: Tensor, require_grad: bool = False, **options: Any) -> Tensor:
         if not isinstance(data, FakeTensor) or issubclass(kind, FakeTensor):
             return make(kind, data, require_grad, **options)  # type: ignore[no-any-return]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_memguard.core.foreign import aten as _aten
-from lightning_memguard.core.simulation.fake import ValueNeededError
+from lightning_memguard.core.simulation.faking import ValueNeededError
 from lightning_memguard.core.torch_port import OpOverload, unset_fake_temporarily
 from lightning_memguard.core.trace.trace import Note, Share, Shares
 
@@ -79,13 +79,19 @@ def assumption(func: OpOverload) -> str:
 
 def public_name(func: Any) -> str:
     """Return an operator's name as users write it: ``"torch.unique"`` for ``aten._unique2`` and ``aten.unique_dim``."""
-    if func is _aten.index.Tensor:
-        return "indexing with a mask"
+    if func in _IN_WORDS:
+        return _IN_WORDS[func]
     name = str(getattr(func, "overloadpacket", func)).removeprefix("aten.")
     if "." in name:  # of another library
         return name
     public = name.strip("_").rstrip("0123456789").replace("linalg_", "linalg.")
     return f"torch.{public if hasattr(torch, public) else public.removesuffix('_dim')}"
+
+
+_IN_WORDS = {
+    _aten.index.Tensor: "indexing with a mask",
+    _aten._local_scalar_dense.default: "`.item()` or `bool()`",
+}
 
 
 def _kept(share: Share | None, size: int, place: int = 0) -> int:

@@ -230,7 +230,7 @@ def _growth_of(few: _Rows, base: _Rows, more: _Rows) -> _Growth:
 
 
 def _insertions(few: _Rows, base: _Rows, more: _Rows) -> list[tuple[int, int]]:
-    """Where rows are inserted among the first to make the second, and again to make the third, and how many.
+    """Return the places at which rows are inserted into the first to make the second, and the third, and how many.
 
     Raises:
         CannotTraceError: the rows differ in another way.

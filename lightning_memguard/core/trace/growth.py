@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
@@ -21,7 +21,7 @@ from lightning_memguard.core.trace.work import Group, WorkAt, groups_of
 from lightning_memguard.errors import CannotTraceError
 
 Coefficients = tuple[Fraction, ...]
-"""Of a polynomial: ``c[0] + c[1] n + c[2] n^2``."""
+"""Coefficients of a polynomial: ``c[0] + c[1] n + c[2] n^2``."""
 
 _Fit = Callable[[tuple[int, ...], Event], Coefficients]
 
@@ -123,16 +123,14 @@ def grow(traces: Sequence[Trace]) -> Growth:
     sizes = tuple(trace.batch_size for trace in ordered)
     if len(sizes) < 2:
         raise CannotTraceError(f"Growth needs traces at two batch sizes or more; got {list(sizes)}.")
-    positions = [without_scratch(trace) for trace in ordered]
-    outlines = [[trace.events[at] for at in kept] for trace, kept in zip(ordered, positions, strict=True)]
-    check_same_events(ordered, outlines, "batch sizes", sizes)
+    positions, outlines = outlines_of(ordered, "batch sizes", sizes)
     fit = partial(_fit, sizes, {})
     coefficients: dict[int, Coefficients] = {}
     for position, rows in zip(positions[-1], zip(*outlines, strict=True), strict=True):
         nbytes = tuple([row.nbytes for row in rows])
         if min(nbytes) != max(nbytes):
             coefficients[position] = fit(nbytes, rows[0])
-    same = same_kernels(ordered)
+    same = first_alike(trace.kernels for trace in ordered)
     work = groups_of([trace.work for trace in ordered])
     return Growth(ordered[-1], sizes, coefficients, _grow_kernels(ordered, set(same), fit), same, work)
 
@@ -185,7 +183,7 @@ def _by_request(trace: Trace) -> dict[_Request, list[Event]]:
     """Blocks that belong to the batch, by what asked for them."""
     found: dict[_Request, list[Event]] = {}
     for event in trace.events:
-        if event.action == "alloc" and _is_of_batch(event):
+        if event.action == "alloc" and event.part in _OF_BATCH and event.phase not in _NOT_OF_BATCH:
             asked = (event.part, event.phase, event.step, event.module, event.operator, event.stream, event.case)
             found.setdefault(asked, []).append(event)
     return found
@@ -198,11 +196,8 @@ def _bytes_by_part(blocks: Mapping[_Request, Sequence[Event]]) -> Counter[str]:
     return total
 
 
-def _is_of_batch(event: Event) -> bool:
-    return event.part in _OF_BATCH and event.phase not in ("setup", "optimizer", "averaging", "epoch end")
-
-
 _OF_BATCH = ("activations", "batch", "temporaries", "workspaces")
+_NOT_OF_BATCH = ("setup", "optimizer", "averaging", "epoch end")  # phases
 
 
 def without_scratch(trace: Trace) -> list[int]:
@@ -215,11 +210,13 @@ def without_scratch(trace: Trace) -> list[int]:
     return [*kept, *range(done, len(trace.events))]
 
 
-def same_kernels(traces: Sequence[Trace]) -> tuple[int, ...]:
-    """Return the first kernel that was called the same way at all sizes, for each kernel: layers repeat themselves."""
-    firsts: dict[tuple[Kernel, ...], int] = {}
-    calls = zip(*(trace.kernels for trace in traces), strict=True)
-    return tuple([firsts.setdefault(kernels, index) for index, kernels in enumerate(calls)])
+def first_alike(calls_at: Iterable[Sequence[Hashable]]) -> tuple[int, ...]:
+    """Return the first kernel that was called the same way at all sizes, for each kernel: layers repeat themselves.
+
+    ``calls_at`` has the calls at each size, each as the arguments that it had.
+    """
+    firsts: dict[tuple[Hashable, ...], int] = {}
+    return tuple([firsts.setdefault(calls, index) for index, calls in enumerate(zip(*calls_at, strict=True))])
 
 
 def _grow_kernels(traces: Sequence[Trace], firsts: set[int], fit: _Fit) -> dict[int, dict[int, Coefficients]]:
@@ -233,21 +230,19 @@ def _grow_kernels(traces: Sequence[Trace], firsts: set[int], fit: _Fit) -> dict[
     return found
 
 
-def check_same_events(
-    traces: Sequence[Trace], outlines: Sequence[Sequence[Event]], what: str, sizes: Sequence[int]
-) -> None:
-    """Refuse traces that differ in more than bytes.
+def outlines_of(traces: Sequence[Trace], what: str, sizes: Sequence[int]) -> tuple[list[list[int]], list[list[Event]]]:
+    """Return the events of traces that are not a kernel's scratch: their positions, and the events.
 
     Args:
         traces: of one step.
-        outlines: the events of each that are not a kernel's scratch.
         what: the name of the sizes at which they were captured, such as ``"batch sizes"``.
         sizes: of each.
 
     Raises:
-        CannotTraceError: they differ; the error says where first.
+        CannotTraceError: they differ in more than bytes; the error says where first.
     """
-    first = traces[0]
+    first, positions = traces[0], [without_scratch(trace) for trace in traces]
+    outlines = [[trace.events[at] for at in kept] for trace, kept in zip(traces, positions, strict=True)]
     for other, events, size in zip(traces[1:], outlines[1:], sizes[1:], strict=True):
         where = f"{what} {sizes[0]} and {size}"
         for mine, theirs in zip(outlines[0], events, strict=False):
@@ -257,6 +252,7 @@ def check_same_events(
             raise _differ(where, "at one it allocates more often")
         if [kernel.rest for kernel in first.kernels] != [kernel.rest for kernel in other.kernels]:
             raise _differ(where, "an operator gets other arguments")
+    return positions, outlines
 
 
 def _differ(where: str, how: str) -> CannotTraceError:

@@ -52,7 +52,7 @@ RETURNED = "the list that `trainer.predict` returns"
 
 
 def remedy(of: Kept) -> str:
-    """What keeps less, in one sentence without a full stop."""
+    """Say how to keep less, in one sentence without a full stop."""
     if of.holder == RETURNED:
         return "return_predictions=False keeps none"
     if of.has_graph:

@@ -14,7 +14,8 @@ from fractions import Fraction
 from lightning_memguard.core.trace.growth import (
     Coefficients,
     Growth,
-    check_same_events,
+    first_alike,
+    outlines_of,
     place_of,
     through,
     value_at,
@@ -90,9 +91,7 @@ def grow_by_length(growths: Mapping[int, Growth]) -> ShapeGrowth:
         )
     ordered = [growths[length] for length in lengths]
     traces = [growth.template for growth in ordered]
-    positions = [without_scratch(trace) for trace in traces]
-    outlines = [[trace.events[at] for at in kept] for trace, kept in zip(traces, positions, strict=True)]
-    check_same_events(traces, outlines, "lengths", lengths)
+    positions, outlines = outlines_of(traces, "lengths", lengths)
     _check_same_rest(lengths, traces)
     fit = _Fit(lengths, {})
     surfaces: dict[int, _Surface] = {}
@@ -103,7 +102,7 @@ def grow_by_length(growths: Mapping[int, Growth]) -> ShapeGrowth:
         ]
         if any(len(each) > 1 or each != by_length[0] for each in by_length):
             surfaces[places[-1]] = fit.surface(by_length, rows[-1])
-    same = _same_kernels(ordered)
+    same = first_alike(growth.same for growth in ordered)
     return ShapeGrowth(ordered[-1], lengths, surfaces, _grow_kernels(ordered, set(same), fit), same)
 
 
@@ -137,13 +136,6 @@ class _Fit:
                 )
             self.known[key] = tuple(fitted)
         return self.known[key]
-
-
-def _same_kernels(growths: Sequence[Growth]) -> tuple[int, ...]:
-    """Return the first kernel that was called the same way at every batch size and length, for each kernel."""
-    firsts: dict[tuple[int, ...], int] = {}
-    calls = zip(*(growth.same for growth in growths), strict=True)
-    return tuple(firsts.setdefault(first, index) for index, first in enumerate(calls))
 
 
 def _grow_kernels(growths: Sequence[Growth], firsts: set[int], fit: _Fit) -> dict[int, dict[int, _Surface]]:

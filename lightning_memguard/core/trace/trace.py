@@ -49,7 +49,7 @@ Shares = tuple[tuple[tuple[str, str], tuple[Share, ...]], ...]
 """The shares of a run, by operator and line, call by call."""
 
 Answers = tuple[tuple[str, tuple[float, ...]], ...]
-"""What a run read of its tensors' values (`.item()`, `if tensor:`), by line, in order."""
+"""Values that a run read from its tensors (`.item()`, `if tensor:`), by line, in order."""
 
 NoteKind = Literal["uncompiled", "largest result", "values later", "no validation"]
 """Which assumption it is, where code asks: the step calls torch.compile and is predicted as written; an operator was
@@ -87,7 +87,7 @@ CASES = ("low", "point", "high", "first")
 there: a larger block that is freed before the second can leave a smaller reserve, by filling gaps better."""
 
 WAITS = "record_stream"
-"""The operator of what stands for a block that is free, and whose memory waits for another stream (``record_stream``).
+"""The operator of a placeholder: of a free block whose memory waits for another stream (``record_stream``).
 
 It counts as reserved, not as allocated, and gives way when memory is short: PyTorch then waits for the stream."""
 

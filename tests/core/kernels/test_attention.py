@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 from lightning_memguard.core.kernels import attention, table
 from lightning_memguard.core.kernels.arguments import Call
 from lightning_memguard.core.range import Range
-from lightning_memguard.core.simulation.fake import by_name
+from lightning_memguard.core.simulation.faking import by_name
 from lightning_memguard.core.trace.scratch import NONE, CpuTarget, CudaTarget, Scratch
 
 V100, A100, RTX4090, H100, RTX5090 = (

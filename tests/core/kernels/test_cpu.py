@@ -19,7 +19,7 @@ from lightning_memguard.core.kernels import cpu_factorizations as lapack
 from lightning_memguard.core.kernels import onednn, table
 from lightning_memguard.core.kernels.arguments import Call
 from lightning_memguard.core.range import Range
-from lightning_memguard.core.simulation.fake import by_name
+from lightning_memguard.core.simulation.faking import by_name
 from lightning_memguard.core.trace.scratch import CpuTarget
 from lightning_memguard.core.trace.trace import moments_of
 

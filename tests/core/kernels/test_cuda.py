@@ -11,7 +11,7 @@ import torch
 from lightning_memguard.core.kernels import cudnn, sorting, table
 from lightning_memguard.core.kernels.arguments import Call
 from lightning_memguard.core.range import NOTHING, Range
-from lightning_memguard.core.simulation.fake import by_name
+from lightning_memguard.core.simulation.faking import by_name
 from lightning_memguard.core.trace.scratch import NONE, CudaTarget, Plans, Scratch
 
 pytestmark = pytest.mark.exact

@@ -16,7 +16,8 @@ from lightning_memguard.core.capture.program import LoopProgram
 from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.core.simulation import constants
 from lightning_memguard.core.simulation.constants import KnownFakeMode, known_value
-from lightning_memguard.core.simulation.fake import fake_copy, faking
+from lightning_memguard.core.simulation.fake import fake_copy
+from lightning_memguard.core.simulation.faking import faking
 
 CPU = torch.device("cpu")
 

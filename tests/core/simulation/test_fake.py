@@ -22,16 +22,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memguard.core.simulation.constants import KnownFakeMode
-from lightning_memguard.core.simulation.fake import (
+from lightning_memguard.core.simulation.fake import fake_copy, isolated_rng, real_copy
+from lightning_memguard.core.simulation.faking import (
     UnknownFloat,
     ValueNeededError,
     call,
-    fake_copy,
     faking,
-    isolated_rng,
     known_result,
     laid_out,
-    real_copy,
 )
 from lightning_memguard.core.simulation.value_sizes import assumption, public_name, result_of
 

@@ -97,11 +97,11 @@ def test_the_speed_of_this_machine_is_measured_in_a_child_on_all_threads() -> No
     from lightning_memguard.core.capture import predict
 
     torch.ones(600, 600) @ torch.ones(600, 600)  # threads that a child lacks
-    with mock.patch.object(predict, "cpu_speed", lambda threads: (threads, torch.get_num_threads())):
+    with mock.patch.object(predict, "cpu_speed", torch.get_num_threads):
         predict._cpu_speed.cache_clear()
         found = predict.speed_here(None)
         predict._cpu_speed.cache_clear()
-    assert found == (torch.get_num_threads(), torch.get_num_threads())
+    assert found == torch.get_num_threads()
 
 
 def test_steps_are_timed_from_batch_to_batch_but_the_first_and_what_comes_between(monkeypatch: Any) -> None:
