@@ -121,6 +121,7 @@ ROOMS = {
     "training/facts": [
         "__init__",
         "lightning_types",
+        "lightning_port",
         "run_facts",
         "ranks",
     ],
@@ -135,7 +136,6 @@ ROOMS = {
     ],
     "training/adapter": [
         "__init__",
-        "loader_access",
         "callbacks",
         "metrics",
         "stand_ins",

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from lightning_memguard.training.adapter.loader_access import hyperparameters_of, recorded_arguments
+from lightning_memguard.training.facts.lightning_port import hyperparameters_of, recorded_arguments
 
 _MOST_FILES = 500
 _NOT_YOURS = ("site-packages", "dist-packages", Path(inspect.__file__).parent.name)

@@ -27,10 +27,9 @@ from lightning_memguard.report.page import PAGE_NAME, Page, write_report
 from lightning_memguard.report.page_data import Report
 from lightning_memguard.report.words import with_stage
 from lightning_memguard.training.adapter.callbacks import learning_rates_tried
-from lightning_memguard.training.adapter.loader_access import set_batch_size
 from lightning_memguard.training.adapter.metrics import forget_logged, log_epoch
-from lightning_memguard.training.adapter.program import logging_step
 from lightning_memguard.training.data.loaders import rewrite_loaders
+from lightning_memguard.training.facts.lightning_port import logging_step, set_batch_size
 from lightning_memguard.training.facts.ranks import attempt, explains, failed, say, warn
 from lightning_memguard.training.facts.run_facts import Stage, takes_steps
 from lightning_memguard.training.run.aftermath import held_elsewhere, oom_kills, worker_note
