@@ -164,6 +164,22 @@ def nothing(*_: object, **__: object) -> None:
     """Do nothing, in place of a function that is not to run."""
 
 
+def call_around(
+    owner: object, name: str, before: Callable[..., object] = nothing, after: Callable[..., object] = nothing
+) -> None:
+    """Call functions before and after a method, if there is one, with its arguments."""
+    method = getattr(owner, name, nothing)
+
+    @functools.wraps(method)
+    def calling(*args: object, **kwargs: object) -> Any:
+        before(*args, *kwargs.values())
+        result = method(*args, **kwargs)
+        after(*args, *kwargs.values())
+        return result
+
+    setattr(owner, name, calling)
+
+
 def patched(owner: object, /, **values: object) -> contextlib.AbstractContextManager[None]:
     """Replace attributes of a module, a class or an object, and restore them at the end.
 

@@ -25,23 +25,21 @@ from lightning_memguard.core.batch.batches import Batches
 from lightning_memguard.core.capture.capture import CaptureFailedError, isolated
 from lightning_memguard.core.capture.program import device_to_run_on, refuse_meta, step_states, tensors
 from lightning_memguard.core.capture.recorder import Recorder, call_with_overrides, watching
-from lightning_memguard.core.layers.layers import LayerTable, table_of
 from lightning_memguard.core.simulation.fake import fake_copy, pyro_params_of, real_copy
 from lightning_memguard.core.torch_port import tree_leaves, tree_map
 from lightning_memguard.errors import CannotTraceError
 from lightning_memguard.training.adapter import callbacks
+from lightning_memguard.training.adapter.no_collectives import no_collectives
 from lightning_memguard.training.adapter.shadow import LightningStep, Shadow, StepsDone, lending_optimizers
 from lightning_memguard.training.facts import lightning_port as lightning
-from lightning_memguard.training.facts.lightning_types import is_a
+from lightning_memguard.training.facts.lightning_types import is_a, is_deepspeeds, wraps_in_ddp
 from lightning_memguard.training.facts.ranks import attempt
-from lightning_memguard.training.strategies import ddp, deepspeed
-from lightning_memguard.training.strategies.no_collectives import no_collectives
-from lightning_memguard.training.strategies.sharded import refuse_sharded
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule
 
     from lightning_memguard.core.capture.program import SwapOptimizer
+    from lightning_memguard.core.layers.layers import LayerTable
     from lightning_memguard.core.torch_port import FakeTensorMode
 
 T = TypeVar("T")
@@ -100,6 +98,10 @@ class LightningProgram(LightningStep):
 
     @override
     def with_bucket_views(self) -> LightningProgram | None:
+        if not wraps_in_ddp(self.strategy):
+            return None
+        from lightning_memguard.training.strategies import ddp
+
         return ddp.with_bucket_views(self)
 
     @override
@@ -127,6 +129,8 @@ class LightningProgram(LightningStep):
 
     def layer_table(self, batch_size: int) -> LayerTable:
         """Return the memory and FLOPs of each layer in the first step, called as Lightning calls it."""
+        from lightning_memguard.core.layers.layers import table_of
+
         found: list[LayerTable] = []
         recorder = Recorder(self.device.type)
         whole = replace(self, layout=self.layout.whole) if self.layout else self
@@ -155,7 +159,9 @@ class LightningProgram(LightningStep):
             def step_and_stop() -> None:
                 optimizer: Any
                 for optimizer in shadow.trainer.optimizers:
-                    if deepspeed.is_deepspeeds(optimizer):
+                    if is_deepspeeds(optimizer):
+                        from lightning_memguard.training.strategies import deepspeed
+
                         optimizer.step = functools.partial(deepspeed.step_partitions, optimizer)
                 step_states(recorder, module_copy, shadow.trainer.optimizers)
                 raise StepsDone
@@ -205,10 +211,8 @@ class LightningProgram(LightningStep):
         """A copy whose hooks that prepare the run, or need other ranks, do nothing."""
         instead: dict[int, object] = {id(self.trainer): None}
         if self.layout is not None:
-            refuse_sharded(self.module)
+            self.layout.refuse_divided(self.module)
             instead[id(lightning.mesh_of(self.module))] = None
-        if is_a(self.strategy, "DeepSpeedStrategy"):
-            deepspeed.refuse_partitioned(self.module)
         module_copy: Any = (
             fake_copy(self.module, mode, device, instead) if mode else real_copy(self.module, instead).to(device)
         )
@@ -228,7 +232,9 @@ class LightningProgram(LightningStep):
     def _record_surroundings(self, recorder: Recorder, model: nn.Module, shadow: Shadow) -> None:
         """Record what the run has on the device besides the module's own tensors."""
         is_fit = self.stage == "fit"
-        if is_fit or not self.setup_stage:  # a fit's own validation runs in its wrapper
+        if wraps_in_ddp(self.strategy) and (is_fit or not self.setup_stage):  # a fit's validation runs in its wrapper
+            from lightning_memguard.training.strategies import ddp
+
             ddp.attach(self.strategy, model, recorder, is_fit=is_fit)
         if self.callback_bytes:
             recorder.keep(self.callback_bytes, "callbacks")

@@ -33,7 +33,7 @@ from lightning_memguard.core.capture.holders import Holder, Use, UsersCode, hold
 from lightning_memguard.core.capture.leftovers import Garbage, Leftovers
 from lightning_memguard.core.capture.program import Program
 from lightning_memguard.core.capture.recorder import Recorder, gradients_of, refuse_sparse
-from lightning_memguard.core.foreign import patched
+from lightning_memguard.core.foreign import call_around, patched
 from lightning_memguard.core.gpus import Gpu
 from lightning_memguard.core.torch_port import DisableTorchFunction
 from lightning_memguard.core.trace.kept import RETURNED, Kept, places
@@ -55,11 +55,9 @@ from lightning_memguard.training.adapter.epoch_end import (
 )
 from lightning_memguard.training.adapter.metrics import compute_over_epoch
 from lightning_memguard.training.facts import lightning_port as lightning
-from lightning_memguard.training.facts.lightning_types import is_a, lightning_of
+from lightning_memguard.training.facts.lightning_types import is_a, is_deepspeeds, lightning_of, wraps_in_ddp
 from lightning_memguard.training.facts.ranks import attempt
 from lightning_memguard.training.facts.run_facts import LIMIT_NAMES, ROLES, Role, Stage
-from lightning_memguard.training.strategies import ddp, deepspeed
-from lightning_memguard.training.strategies.sharded import Layout
 from lightning_memguard.units import format_bytes
 
 if TYPE_CHECKING:
@@ -69,6 +67,7 @@ if TYPE_CHECKING:
 
     from lightning_memguard.core.capture.program import Around, Change
     from lightning_memguard.core.torch_port import FakeTensorMode
+    from lightning_memguard.training.strategies.sharded import Layout
 
     _Strategy = SingleDeviceStrategy
 else:
@@ -134,6 +133,15 @@ class LightningStep(Program):
     @override
     def trains(self) -> bool:
         return self.stage == "fit"
+
+    @property
+    def steps_until_steady(self) -> int:
+        """After how many steps their memory no longer changes."""
+        if not wraps_in_ddp(self.strategy):
+            return STEPS
+        from lightning_memguard.training.strategies import ddp
+
+        return ddp.steps_until_steady(self.strategy)
 
     @override
     def steps_of_epoch(self, batch_size: int) -> int | None:
@@ -367,7 +375,7 @@ class PhaseMarkerMixin:
     def __init__(self, program: LightningStep, recorder: Recorder) -> None:
         self.program = program
         self.recorder = recorder
-        self.steps_recorded = max(STEPS, ddp.steps_until_steady(program.strategy))
+        self.steps_recorded = program.steps_until_steady
         self.limit: int | float = 1.0 if program.trains else getattr(program.trainer, LIMIT_NAMES[ROLES[program.stage]])
         self.on_ready: Callable[[], object] = lambda: None
         self.averages: list[Average] = []
@@ -397,7 +405,7 @@ class PhaseMarkerMixin:
         user = self.program.trainer.strategy
         own, lent = lightning.optimizers_of(user), lightning.optimizers_of(trainer.strategy)
         vars(user).update({name: value for name, value in lent.items() if name in own})
-        deepspeed.label(trainer.strategy.model, self.recorder)
+        _label_deepspeed(trainer, self.recorder)
         for optimizer in trainer.optimizers:
             self.steps[id(optimizer)] = 0
             _call_after_step(optimizer, self.after_optimizer)
@@ -541,7 +549,9 @@ class PhaseMarkerMixin:
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         self.label_gradients(trainer, pl_module)
-        if deepspeed.steps_now(trainer.strategy.model):
+        model: Any = trainer.strategy.model
+        # Lightning leaves it to DeepSpeed's engine to count micro-batches
+        if not is_deepspeeds(model) or model.is_gradient_accumulation_boundary():
             self.recorder.mark("optimizer")
 
     def after_optimizer(self, optimizer: Optimizer, *_: object) -> None:
@@ -591,7 +601,7 @@ class PhaseMarkerMixin:
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.lists = Lists(self.owners(trainer, pl_module))
         self.use_hooks_of_datamodule(trainer)
-        deepspeed.label(trainer.strategy.model, self.recorder)
+        _label_deepspeed(trainer, self.recorder)
 
     on_test_start = on_predict_start = on_validation_start
 
@@ -718,7 +728,14 @@ def _call_after_step(optimizer: Optimizer, call: Callable[[Optimizer], object]) 
     try:
         optimizer.register_step_post_hook(lambda stepped, *_: call(stepped))  # type: ignore[arg-type]
     except AttributeError:
-        deepspeed.call_around(optimizer, "step", after=lambda *_: call(optimizer))
+        call_around(optimizer, "step", after=lambda *_: call(optimizer))
+
+
+def _label_deepspeed(trainer: Trainer, recorder: Recorder) -> None:
+    if is_deepspeeds(trainer.strategy.model):
+        from lightning_memguard.training.strategies import deepspeed
+
+        deepspeed.label(trainer.strategy.model, recorder)
 
 
 def _precision_of(program: LightningStep) -> Precision:

@@ -16,7 +16,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -25,7 +25,7 @@ from lightning_memguard.core import torch_port as port
 from lightning_memguard.core.capture.recorder import Recorder
 from lightning_memguard.core.torch_port import AnyBatchNorm, tree_flatten, tree_unflatten
 from lightning_memguard.training.facts import lightning_port as lightning
-from lightning_memguard.training.facts.lightning_types import is_a
+from lightning_memguard.training.facts.lightning_types import wraps_in_ddp
 from lightning_memguard.units import MIB
 
 if TYPE_CHECKING:
@@ -45,13 +45,6 @@ _COMPRESSED = ("fp16_compress_hook", "bf16_compress_hook", "fp16_compress_wrappe
 _UNCOMPRESSED = ("allreduce_hook", "noop_hook")
 _SWITCHES = ("find_unused_parameters", "gradient_as_bucket_view", "static_graph", "batched_grad_copy")
 _NOT_COUNTED = ("mixed_precision", "delay_all_reduce_named_params")
-# Children of DDPStrategy that do not wrap the module in DistributedDataParallel.
-_OTHER_WRAPPERS = ("DeepSpeedStrategy", "XLAStrategy")
-
-
-def wraps_in_ddp(strategy: object) -> TypeGuard[DDPStrategy]:
-    """Whether training under this Lightning strategy wraps the module in DistributedDataParallel."""
-    return is_a(strategy, "DDPStrategy") and not is_a(strategy, *_OTHER_WRAPPERS)
 
 
 def with_bucket_views(program: P) -> P | None:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from lightning_memguard.core import torch_port as port
 from lightning_memguard.core.capture.recorder import Recorder
-from lightning_memguard.core.foreign import nothing, patched
+from lightning_memguard.core.foreign import call_around, nothing, patched
 from lightning_memguard.core.simulation import one_rank
 from lightning_memguard.core.simulation.constants import known_value
 from lightning_memguard.core.torch_port import FakeTensor, tree_leaves
@@ -257,20 +257,8 @@ def step_partitions(optimizer: Any) -> None:
         part.grad = None
 
 
-def is_deepspeeds(value: object) -> bool:
-    """Whether it is an engine or a ZeRO optimizer."""
-    return type(value).__module__.startswith("deepspeed.")
-
-
-def steps_now(model: Any) -> bool:
-    """Whether a micro-batch ends with a step; Lightning leaves it to DeepSpeed's engine to count."""
-    return not is_deepspeeds(model) or bool(model.is_gradient_accumulation_boundary())
-
-
 def label(model: Any, recorder: Recorder) -> None:
     """Label what DeepSpeed's engine has allocated, and what it will."""
-    if not is_deepspeeds(model):
-        return
     optimizer = model.optimizer
     recorder.label([p.ds_tensor for p in model.module.parameters() if hasattr(p, "ds_tensor")], "parameters")
     for name, part in _PARTS.items():
@@ -295,19 +283,3 @@ def label(model: Any, recorder: Recorder) -> None:
         )
     for name, part in (("all_gather_into_tensor", "gathered"), ("all_reduce", "communication")):
         call_around(_part("comm.comm").cdb, name, before=functools.partial(label_flat, part))
-
-
-def call_around(
-    owner: object, name: str, before: Callable[..., object] = nothing, after: Callable[..., object] = nothing
-) -> None:
-    """Call functions before and after a method, if there is one, with its arguments."""
-    method = getattr(owner, name, nothing)
-
-    @functools.wraps(method)
-    def calling(*args: object, **kwargs: object) -> Any:
-        before(*args, *kwargs.values())
-        result = method(*args, **kwargs)
-        after(*args, *kwargs.values())
-        return result
-
-    setattr(owner, name, calling)

@@ -22,7 +22,7 @@ from lightning_memguard.core.capture.program import LoopProgram, device_to_run_o
 from lightning_memguard.core.capture.recorder import Recorder
 from lightning_memguard.errors import MemGuardError
 from lightning_memguard.training.facts import lightning_port as lightning
-from lightning_memguard.training.facts.lightning_types import is_a
+from lightning_memguard.training.facts.lightning_types import is_a, wraps_in_ddp
 from lightning_memguard.training.strategies import ddp
 from lightning_memguard.training.strategies.sharded import CAPTURED, Layout, refuse_sharded
 
@@ -55,7 +55,7 @@ def strategy_of(strategy: object) -> Any:
         if name.startswith(_NAMES) and name in strategies.STRATEGY_REGISTRY:
             with quiet():
                 return strategies.STRATEGY_REGISTRY.get(name)
-    elif is_fabrics(strategy) and (is_a(strategy, *CAPTURED) or ddp.wraps_in_ddp(strategy)):
+    elif is_fabrics(strategy) and (is_a(strategy, *CAPTURED) or wraps_in_ddp(strategy)):
         return strategy
     given = repr(strategy) if isinstance(strategy, str) else f"{type(strategy).__module__}.{type(strategy).__name__}"
     raise MemGuardError(
@@ -143,5 +143,5 @@ class FabricProgram(LoopProgram):
         return kinds[name]() if name in kinds else plugins.HalfPrecision(name)
 
     def _begin(self, recorder: Recorder, module_copy: Any) -> None:
-        if ddp.wraps_in_ddp(self.strategy):
+        if wraps_in_ddp(self.strategy):
             ddp.attach_to_plain(self.strategy, lightning.inside_fabric_module(module_copy), recorder)

@@ -82,6 +82,16 @@ class Layout:
         """Return the layout of the ranks, each with all parameters between two steps if DeepSpeed would divide them."""
         return replace(self, strategy=deepspeed.with_whole_parameters(self.strategy)) if self.is_deepspeed else self
 
+    def refuse_divided(self, module: nn.Module) -> None:
+        """Refuse a module that an earlier run has divided among its ranks.
+
+        Raises:
+            CannotTraceError: it is.
+        """
+        refuse_sharded(module)
+        if self.is_deepspeed:
+            deepspeed.refuse_partitioned(module)
+
     @contextlib.contextmanager
     def one_rank(self) -> Iterator[None]:
         """Make this process the first of the ranks, also to Lightning, while the context is open."""
