@@ -240,7 +240,7 @@ def missing_in(error: BaseException) -> str:
     """Say which private name an error is about, and what it is for; empty if it is about another."""
     port, function = _failed_in_port(error)
     if port:
-        named = vars(sys.modules[port]).get(function)  # neither the file itself, nor a function inside of another
+        named = getattr(sys.modules.get(port), "__dict__", {}).get(function)
         place = f"{port.rpartition('.')[2]}.{function}: {type(error).__name__}: {error}"
         purpose = _purpose_of(named) if named else "predict"
         return f"{_version_of(PORTS[port][0])} does not let MemGuard {purpose} ({place})"

@@ -107,7 +107,7 @@ def _averages(callback: Callback) -> str:
     return ""
 
 
-def _device_type(callback: Callback, device: torch.device) -> str:
+def _device_type(callback: Any, device: torch.device) -> str:
     """Return the type of the device on which a callback keeps its average; empty if it keeps none."""
     kind = _averages(callback)
     wanted = lightning.average_device(callback) if kind else None
@@ -165,7 +165,7 @@ def hooks_that_save(facts: RunFacts, module: nn.Module) -> dict[str, bool]:
 _TO_MEMORY = {"BytesIO", "save", "state_dict"}
 
 
-def unsaved_bytes(module: nn.Module, device_type: str, datamodule: object = None) -> tuple[int, int]:
+def unsaved_bytes(module: nn.Module, datamodule: object = None) -> tuple[int, int]:
     """Bytes of a module that are not in its checkpoint, and bytes that a hook makes for it alone.
 
     The first are of tensors that it does not register, or that are not persistent; below 0 if it saves more than it
@@ -184,14 +184,14 @@ def unsaved_bytes(module: nn.Module, device_type: str, datamodule: object = None
             each for leaf in found if isinstance(leaf, nn.Module) for each in (*leaf.parameters(), *leaf.buffers())
         ]
         tensors = [*data, *(each for each in found if isinstance(each, torch.Tensor))]
-        own, both = (part_bytes({"": [*held, *data, *more]}, device_type)[""] for more in ((), tensors))
-        return part_bytes({"": tensors}, device_type)[""], both - own
+        own, both = (part_bytes({"": [*held, *data, *more]}, "cpu")[""] for more in ((), tensors))
+        return part_bytes({"": tensors}, "cpu")[""], both - own
 
     classes = {cls for each in module.modules() for cls in users_classes(type(each))}
     is_plain = not any(name in vars(cls) for cls in classes for name in _DECIDES)
     is_plain &= not any(map(port.has_state_dict_hooks, module.modules()))
     found = attempt(saved if is_plain else lambda: isolated(saved)).value
-    return (part_bytes({"": held}, device_type)[""] - found[0], found[1]) if found else (0, 0)
+    return (part_bytes({"": held}, "cpu")[""] - found[0], found[1]) if found else (0, 0)
 
 
 def notes_on_hyperparameters(*owners: object) -> tuple[str, ...]:

@@ -141,7 +141,7 @@ class LightningStep(Program):
             return STEPS
         from lightning_memguard.training.strategies import ddp
 
-        return ddp.steps_until_steady(self.strategy)
+        return max(STEPS, ddp.steps_until_steady(self.strategy))
 
     @override
     def steps_of_epoch(self, batch_size: int) -> int | None:

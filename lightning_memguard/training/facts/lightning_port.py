@@ -10,7 +10,7 @@ import copy
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,15 @@ from torch.utils.data import BatchSampler, DataLoader
 from lightning_memguard.training.facts.lightning_types import lightning_of
 
 if TYPE_CHECKING:
+    from lightning_fabric.strategies.fsdp import FSDPStrategy
     from pytorch_lightning import LightningDataModule, LightningModule, Trainer
+    from pytorch_lightning.callbacks import (
+        LearningRateFinder,
+        ModelPruning,
+        StochasticWeightAveraging,
+        WeightAveraging,
+    )
+    from pytorch_lightning.strategies import DDPStrategy, DeepSpeedStrategy, ModelParallelStrategy
     from pytorch_lightning.utilities import CombinedLoader
     from torch import nn
 
@@ -273,37 +281,39 @@ def optimizers_of_cli(module: object) -> functools.partial[Any] | None:
 # -- callbacks and loggers
 
 
-def average_device(callback: Any) -> Any:
+def average_device(callback: WeightAveraging | StochasticWeightAveraging) -> Any:
     """Find the device on which an averaging callback keeps its average; None if that is the module's."""
     return callback._device
 
 
-def average_between_epochs(callback: Any, average: nn.Module, module: nn.Module, count: Any) -> None:
+def average_between_epochs(
+    callback: StochasticWeightAveraging, average: nn.Module, module: nn.Module, count: int
+) -> None:
     """Average weights as StochasticWeightAveraging does between epochs."""
-    callback.update_parameters(average, module, count, callback._avg_fn)
+    callback.update_parameters(average, module, count, callback._avg_fn)  # type: ignore[arg-type]
 
 
-def averaged_model(callback: Any, empty: nn.Module) -> Any:
+def averaged_model(callback: WeightAveraging, empty: nn.Module) -> Any:
     """Make the averaged model of WeightAveraging; ``empty`` is put in the place of the module."""
     return AveragedModel(empty, use_buffers=callback._use_buffers, **callback._kwargs)
 
 
-def pruned_parameters(callback: Any) -> list[tuple[nn.Module, str]]:
+def pruned_parameters(callback: ModelPruning) -> Sequence[tuple[nn.Module, str]]:
     """Find the parameters that ModelPruning prunes, each with its module."""
-    return callback._parameters_to_prune  # type: ignore[no-any-return]
+    return callback._parameters_to_prune
 
 
-def prune_others(callback: Any, parameters: list[tuple[nn.Module, str]]) -> None:
+def prune_others(callback: ModelPruning, parameters: Sequence[tuple[nn.Module, str]]) -> None:
     """Make ModelPruning prune other parameters, and say nothing."""
     vars(callback).update(_parameters_to_prune=parameters, _verbose=0)
 
 
-def prune(callback: Any, epoch: int) -> None:
+def prune(callback: ModelPruning, epoch: int) -> None:
     """Prune as ModelPruning does at the end of an epoch."""
     callback._run_pruning(epoch)
 
 
-def rates_of(finder: Any) -> int:
+def rates_of(finder: LearningRateFinder) -> int:
     """Count the learning rates that LearningRateFinder tries."""
     return int(finder._num_training_steps)
 
@@ -331,14 +341,14 @@ _OPTIMIZERS = ("_optimizers", "_lightning_optimizers", "lr_scheduler_configs")
 _SET_UP = ("_lightning_module", "_model", "_launcher", "_device_mesh")
 
 
-def tensor_ranks(strategy: Any) -> int | str:
+def tensor_ranks(strategy: ModelParallelStrategy) -> int | str:
     """Read how many ranks share each tensor; ``"auto"`` for all of a node."""
-    return strategy._tensor_parallel_size  # type: ignore[no-any-return]
+    return strategy._tensor_parallel_size
 
 
-def mesh_dimensions(strategy: Any) -> int:
+def mesh_dimensions(strategy: ModelParallelStrategy) -> int:
     """Count the dimensions of a mesh that have several ranks."""
-    return (strategy._data_parallel_size != 1) + (strategy._tensor_parallel_size != 1)  # type: ignore[no-any-return]
+    return (strategy._data_parallel_size != 1) + (strategy._tensor_parallel_size != 1)
 
 
 def saves_shards(strategy: object) -> bool:
@@ -347,12 +357,12 @@ def saves_shards(strategy: object) -> bool:
     return sharded or bool(getattr(strategy, "_save_distributed_checkpoint", False))
 
 
-def ddp_arguments(strategy: Any) -> Mapping[str, Any]:
+def ddp_arguments(strategy: DDPStrategy) -> Mapping[str, Any]:
     """Read the arguments that a strategy passes to DistributedDataParallel."""
-    return strategy._ddp_kwargs  # type: ignore[no-any-return]
+    return strategy._ddp_kwargs
 
 
-def with_ddp_arguments(strategy: Any, **more: object) -> Any:
+def with_ddp_arguments(strategy: DDPStrategy, **more: object) -> Any:
     """Copy a strategy, with other arguments for DistributedDataParallel."""
     other = copy.copy(strategy)
     other._ddp_kwargs = {**other._ddp_kwargs, **more}
@@ -364,7 +374,7 @@ def ddp_hook(strategy: object) -> Any:
     return getattr(strategy, "_ddp_comm_wrapper", None) or getattr(strategy, "_ddp_comm_hook", None)
 
 
-def syncs_batch_norm(strategy: Any) -> bool:
+def syncs_batch_norm(strategy: DDPStrategy) -> bool:
     """Read whether batch norm is replaced by one that gathers statistics of all ranks."""
     return strategy._layer_sync is not None
 
@@ -391,7 +401,7 @@ class TellsOptimizer:
         return optimizer, scheduler
 
 
-def completes_again(strategy: Any) -> bool:
+def completes_again(strategy: DeepSpeedStrategy) -> bool:
     """Let DeepSpeedStrategy complete its configuration again; return whether it had done so."""
     had = strategy._config_initialized
     strategy._config_initialized = False
@@ -415,7 +425,7 @@ def inside_fabric_module(wrapped: Any) -> Any:
     return wrapped._forward_module
 
 
-def change_fsdp_arguments(strategy: Any, change: Callable[[Mapping[str, Any]], dict[str, Any]]) -> None:
+def change_fsdp_arguments(strategy: FSDPStrategy, change: Callable[[Mapping[str, Any]], dict[str, Any]]) -> None:
     """Change the arguments that Fabric's FSDPStrategy passes to FSDP."""
     strategy._fsdp_kwargs = change(strategy._fsdp_kwargs)
 

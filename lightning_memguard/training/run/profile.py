@@ -694,7 +694,7 @@ def profile_of(reading: Reading, captures: Captures) -> RunProfile:
     unsaved, made = (0, 0)
     datamodule = getattr(run.program.trainer, "datamodule", None)
     if saved and not run.program.layout:
-        unsaved, made = callbacks.unsaved_bytes(module, "cpu", datamodule)
+        unsaved, made = callbacks.unsaved_bytes(module, datamodule)
     return RunProfile(
         run,
         prediction,
