@@ -483,7 +483,7 @@ class PhaseMarkerMixin:
             else:
                 bound(owner, hook, pl_module, self.recorder, self.left_bytes, "it does more than compute")
         user = self.program.trainer
-        every = user.check_val_every_n_epoch, type(getattr(user, "val_check_interval", None))
+        every = user.check_val_every_n_epoch, type(lightning.check_interval(user))
         if self.validates and every == (1, float):
             run.insert(0, (pl_module, "on_validation_model_zero_grad"))  # each epoch ends with a validation
         fill = functools.partial(self.lists.fill, seen, in_all)

@@ -46,6 +46,14 @@ def divides_samples(trainer: Trainer) -> bool:
     return trainer._accelerator_connector.use_distributed_sampler
 
 
+def check_interval(trainer: Trainer) -> int | float | None:
+    """Read the interval of validation in batches or as a share of an epoch; None if it is a time.
+
+    Lightning 2.6 then sets no such attribute.
+    """
+    return getattr(trainer, "val_check_interval", None)
+
+
 def data_source(loop: Any) -> Any:
     """Find where a loop gets its loaders; ``instance`` and ``name`` are an object and its hook."""
     return loop._data_source
@@ -134,6 +142,12 @@ def use_hooks_of(trainer: Trainer, datamodule: LightningDataModule) -> None:
     selector = trainer._data_connector._datahook_selector
     if selector is not None:
         selector.datamodule = datamodule
+
+
+def epochs_saved(checkpoint: Mapping[str, Any]) -> int:
+    """Count the epochs that were over when a checkpoint was saved."""
+    progress = checkpoint.get("loops", {}).get("fit_loop", {}).get("epoch_progress", {})
+    return int(progress.get("current", {}).get("completed", 0))
 
 
 # -- loaders

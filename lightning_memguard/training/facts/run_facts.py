@@ -118,8 +118,7 @@ def read_run_facts(trainer: Trainer, stage: Stage = "fit") -> RunFacts:
         accumulate_grad_batches=trainer.accumulate_grad_batches,
         max_steps=-1 if trainer.fast_dev_run else trainer.max_steps,  # type: ignore[attr-defined]  # set by a connector
         validates=trainer.enable_validation,
-        # Lightning 2.6 sets no such attribute if the interval is a time
-        val_check_interval=getattr(trainer, "val_check_interval", None),
+        val_check_interval=lightning.check_interval(trainer),
         check_val_every_n_epoch=trainer.check_val_every_n_epoch,
         sanity_steps=trainer.num_sanity_val_steps,
         is_rehearsal=bool(trainer.fast_dev_run),  # type: ignore[attr-defined]  # set by a connector

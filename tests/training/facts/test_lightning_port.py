@@ -79,6 +79,15 @@ def test_a_loop_has_a_source_of_loaders_that_can_be_replaced():
     assert source.dataloader().batch_size == 2
 
 
+SINCE_2_6 = pytest.mark.skipif(not hasattr(callbacks, "WeightAveraging"), reason="since Lightning 2.6")
+
+
+@pytest.mark.parametrize("interval", [0.5, 4, pytest.param({"minutes": 1}, marks=SINCE_2_6)])
+def test_an_interval_of_validation_is_read_unless_it_is_a_time(interval):
+    found = port.check_interval(quiet_trainer(val_check_interval=interval))
+    assert found == (None if isinstance(interval, dict) else interval)
+
+
 def test_a_stage_is_text_with_a_value():
     stage = port.stage_named("fit", pl)
     assert (stage, stage.value) == ("fit", "fit")
@@ -100,6 +109,14 @@ def test_a_fit_counts_logs_and_accumulates():
     assert module.seen == [(0, True), (1, False), (2, False), (1, True)]
     assert port.logged_values(trainer) is trainer.fit_loop.epoch_loop._results
     assert hasattr(port.logged_values(trainer), "batch")
+
+
+def test_a_checkpoint_counts_its_epochs(tmp_path):
+    trainer = quiet_trainer(max_epochs=2)
+    trainer.fit(Module())
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    assert port.epochs_saved(torch.load(tmp_path / "last.ckpt", weights_only=False)) == 2
+    assert port.epochs_saved({}) == 0
 
 
 def test_a_hook_is_called_as_the_loops_do():
@@ -274,7 +291,7 @@ def test_averages_are_updated_as_the_callbacks_do():
     assert average.weight.item() == 2
 
 
-@pytest.mark.skipif(not hasattr(callbacks, "WeightAveraging"), reason="since Lightning 2.6")
+@SINCE_2_6
 def test_an_averaged_model_has_the_settings_of_its_callback():
     averaging = callbacks.WeightAveraging(use_buffers=False, avg_fn=max)
     averaged = port.averaged_model(averaging, nn.Module())
