@@ -446,11 +446,7 @@ def rewrite_loaders(
 
 def _own_settings(owner: object) -> list[int]:
     """Batch sizes that a module or datamodule is set to, which its hooks may read; 0 in place of others."""
-    held = [
-        getattr(owner, "batch_size", None),
-        *(each.get("batch_size") for each in lightning.hyperparameters_of(owner)),
-    ]
-    return [each if type(each) is int else 0 for each in held]
+    return [each if type(each) is int else 0 for each in lightning.batch_sizes_of(owner)]
 
 
 def _resize_all(

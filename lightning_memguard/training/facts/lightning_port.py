@@ -242,6 +242,11 @@ def hyperparameters_of(owner: object) -> list[MutableMapping[str, Any]]:
     return [hparams for hparams in both if hparams is not None]
 
 
+def batch_sizes_of(owner: object) -> list[object]:
+    """Find each ``batch_size`` that an object keeps; attribute, hparams, and the copy that loggers get."""
+    return [getattr(owner, "batch_size", None), *(each.get("batch_size") for each in hyperparameters_of(owner))]
+
+
 def copy_hyperparameters(owner: object) -> None:
     """Give an object its own copies of the hyperparameters that it shares with the one that it was copied from."""
     for name in (HYPERPARAMETERS, HYPERPARAMETERS_LOGGED):
@@ -252,7 +257,7 @@ def copy_hyperparameters(owner: object) -> None:
 def set_batch_size(
     module: LightningModule, datamodule: LightningDataModule | None, batch_size: int
 ) -> Callable[[], None]:
-    """Set ``batch_size`` wherever module or datamodule keeps one; attribute, hparams, and the copy that loggers get.
+    """Set ``batch_size`` wherever module or datamodule keeps one; see `batch_sizes_of`.
 
     Returns:
         A function that sets back what still has this size.

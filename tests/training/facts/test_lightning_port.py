@@ -254,12 +254,13 @@ def test_hyperparameters_are_found_twice_and_copied():
     assert port.hyperparameters_of(pl.LightningModule()) == []
 
 
-def test_a_batch_size_is_set_and_set_back():
+def test_a_batch_size_is_set_wherever_it_is_kept_and_set_back():
     module = Module()
+    module.batch_size = 2  # type: ignore[assignment]
     back = port.set_batch_size(module, None, 5)
-    assert [each["batch_size"] for each in port.hyperparameters_of(module)] == [5, 5]
+    assert port.batch_sizes_of(module) == [5, 5, 5]
     back()
-    assert [each["batch_size"] for each in port.hyperparameters_of(module)] == [2, 2]
+    assert port.batch_sizes_of(module) == [2, 2, 2]
 
 
 def test_a_module_without_a_mesh_has_none():
