@@ -61,13 +61,17 @@ def table() -> tuple[Need, ...]:
     return tuple(Need(purpose, row["part"], tuple(_paths(row["names"])), row["without"]) for purpose, row in rows)
 
 
-def port_table(name: str = _TORCH) -> Iterator[Need]:
-    """Yield what each function of a port is for, with the names that its code spells out."""
+@functools.cache
+def port_table(name: str = _TORCH) -> tuple[Need, ...]:
+    """Return what each function of a port is for, with the names that its code spells out."""
     port, (root, usual) = importlib.import_module(name), PORTS[name]
-    for function in (each for each in vars(port).values() if getattr(each, "__module__", "") == name):
-        for part in port.PARTS.get(function.__name__, (usual,)) if not isinstance(function, type) else ():
-            paths = tuple(dict.fromkeys(_names_in(function, root)))
-            yield Need(_purpose_of(function), part, paths, _WITHOUT.get(part, "such runs are not tuned"))
+    functions = [each for each in vars(port).values() if getattr(each, "__module__", "") == name]
+    return tuple(
+        Need(_purpose_of(each), part, (*_names_in(each, root),), _WITHOUT.get(part, "such runs are not tuned"))
+        for each in functions
+        if not isinstance(each, type)
+        for part in port.PARTS.get(each.__name__, (usual,))
+    )
 
 
 _WITHOUT = {
