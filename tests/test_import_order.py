@@ -122,13 +122,13 @@ ROOMS = {
     "training/facts": [
         "__init__",
         "lightning_types",
+        "lightning_port",
         "run_facts",
         "ranks",
     ],
     "training/offload": ["__init__", "space", "tiers", "saved", "hooks", "engine", "policy", "predicted"],
     "training/strategies": [
         "__init__",
-        "no_collectives",
         "ddp",
         "deepspeed",
         "sharded",
@@ -136,11 +136,11 @@ ROOMS = {
     ],
     "training/adapter": [
         "__init__",
-        "loader_access",
         "callbacks",
         "metrics",
         "stand_ins",
         "epoch_end",
+        "no_collectives",
         "shadow",
         "program",
     ],
@@ -158,10 +158,10 @@ ROOMS = {
     ],
     "training/planning": [
         "__init__",
+        "search",
         "structure",
         "remedies",
         "advise",
-        "search",
         "target",
         "subject",
         "by_name",
@@ -277,12 +277,12 @@ ORDER = {
     for file in ([f"{room}/{name}.py".lstrip("/") for name in names] or [f"{room}.py"])
 }
 
-# A fit loads none of these: without them the callback does what it did.
+# A fit loads none of these before something in it needs them: without them the callback predicts what it did.
 BESIDE = (
-    *("core/histories/", "core/layers/textbook.py", "report/comparison.py", "training/hf/"),
-    "training/data/length_sampler.py",
-    *("training/strategies/fabric.py", "cli/"),
-    *(f"training/planning/{name}.py" for name in ("by_name", "estimate", "plan", "layouts", "lengths", "ways")),
+    *("core/histories/", "core/layers/", "cli/", "training/hf/", "training/offload/", "training/strategies/"),
+    *(f"report/{name}.py" for name in ("comparison", "page", "page_data", "charts", "figure", "loggers")),
+    *("training/data/length_sampler.py", "training/run/offloading.py", "training/run/run_report.py"),
+    *(f"training/planning/{name}.py" for name in ROOMS["training/planning"] if name not in ("__init__", "search")),
 )
 
 TORCH = {"torch"}

@@ -30,8 +30,8 @@ from lightning_utilities.core.rank_zero import WarningCache
 from torch.optim import Optimizer
 
 from lightning_memguard import MemGuard
-from lightning_memguard.training.adapter.loader_access import set_batch_size
 from lightning_memguard.training.data.loaders import LoaderInfo, rewrite_loaders
+from lightning_memguard.training.facts.lightning_port import set_batch_size
 from lightning_memguard.training.facts.run_facts import ROLES, Stage, read_run_facts
 
 RUNS = ("fit", "validate", "test", "predict")

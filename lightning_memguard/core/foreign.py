@@ -1,9 +1,10 @@
 """Other people's private names, and what MemGuard says where one has moved.
 
-Torch's are read by functions with a meaning, in `torch_port`; Lightning's, and those that one file follows, are in
-``foreign.ini``. The engine is imported when a run is set up, and what fails says so in the words of either
-(`reason_of`); what every run needs is looked up once (`gaps`), and operators that this torch lacks are left out of our
-rules (`aten`). `tests/core/test_foreign.py` trains without each in turn, and finds names that are read elsewhere.
+They are read by functions with a meaning, in the ports: `torch_port`, and of Lightning `lightning_port`. Those of torch
+that one file follows are in ``foreign.ini``. The engine is imported when a run is set up, and what fails says so in the
+words of either (`reason_of`); what every run needs is looked up once (`gaps`), and operators that this torch lacks are
+left out of our rules (`aten`). `tests/core/test_foreign.py` trains without each in turn,
+and finds names that are read elsewhere.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from lightning_memguard.errors import CannotTraceError
 
 @dataclass(frozen=True)
 class Need:
-    """Private names that serve one purpose: a section of ``foreign.ini``, or a function of `torch_port`.
+    """Private names that serve one purpose: a section of ``foreign.ini``, or a function of a port.
 
     Attributes:
         purpose: completes "which MemGuard needs to".
@@ -46,6 +47,11 @@ class Need:
         return f"{_version_of(path)} does not have {path}, which MemGuard needs to {self.purpose}"
 
 
+_TORCH = "lightning_memguard.core.torch_port"
+PORTS = {_TORCH: ("torch", "every run"), "lightning_memguard.training.facts.lightning_port": ("trainer", "lightning")}
+"""The files that read private names: where their paths begin, and the runs that need a function of theirs."""
+
+
 @functools.cache
 def table() -> tuple[Need, ...]:
     """Read ``foreign.ini``."""
@@ -55,20 +61,24 @@ def table() -> tuple[Need, ...]:
     return tuple(Need(purpose, row["part"], tuple(_paths(row["names"])), row["without"]) for purpose, row in rows)
 
 
-def port_table() -> Iterator[Need]:
-    """Yield what each function of `torch_port` is for, with the names that its code spells out."""
-    port = importlib.import_module(_PORT)
-    for function in (each for each in vars(port).values() if getattr(each, "__module__", "") == _PORT):
-        for part in port.PARTS.get(function.__name__, ("every run",)):
-            yield Need(
-                _purpose_of(function), part, tuple(_names_in(function)), _WITHOUT.get(part, "such runs are not tuned")
-            )
+@functools.cache
+def port_table(name: str = _TORCH) -> tuple[Need, ...]:
+    """Return what each function of a port is for, with the names that its code spells out."""
+    port, (root, usual) = importlib.import_module(name), PORTS[name]
+    functions = [each for each in vars(port).values() if getattr(each, "__module__", "") == name]
+    return tuple(
+        Need(_purpose_of(each), part, (*_names_in(each, root),), _WITHOUT.get(part, "such runs are not tuned"))
+        for each in functions
+        if not isinstance(each, type)
+        for part in port.PARTS.get(each.__name__, (usual,))
+    )
 
 
-_PORT = "lightning_memguard.core.torch_port"
 _WITHOUT = {
     "every run": "some steps are run on a copy instead of simulated, or not predicted",
     "offload": "saved activations stay on the device",
+    "lightning": "runs are not tuned",
+    "logging": "no picture is logged",
 }
 
 
@@ -77,7 +87,7 @@ def _purpose_of(function: object) -> str:
     return first[:1].lower() + first[1:].strip(" .")
 
 
-def _names_in(function: Callable[..., object]) -> Iterator[str]:
+def _names_in(function: Callable[..., object], root: str) -> Iterator[str]:
     path = ""
     for step in dis.get_instructions(inspect.unwrap(function)):
         if path and step.opname in ("LOAD_ATTR", "LOAD_METHOD"):
@@ -85,9 +95,9 @@ def _names_in(function: Callable[..., object]) -> Iterator[str]:
             continue
         if path:
             yield path
-        is_torch = step.opname == "LOAD_GLOBAL" and step.argval == "torch"
+        is_root = step.opname.startswith(("LOAD_GLOBAL", "LOAD_FAST")) and step.argval == root
         is_written = step.opname == "LOAD_CONST" and re.fullmatch(r"torch(\.\w+)+", str(step.argval))
-        path = str(step.argval) if is_torch or is_written else ""
+        path = str(step.argval) if is_root or is_written else ""
 
 
 def _paths(names: str) -> Iterator[str]:
@@ -158,6 +168,22 @@ def nothing(*_: object, **__: object) -> None:
     """Do nothing, in place of a function that is not to run."""
 
 
+def call_around(
+    owner: object, name: str, before: Callable[..., object] = nothing, after: Callable[..., object] = nothing
+) -> None:
+    """Call functions before and after a method, if there is one, with its arguments."""
+    method = getattr(owner, name, nothing)
+
+    @functools.wraps(method)
+    def calling(*args: object, **kwargs: object) -> Any:
+        before(*args, *kwargs.values())
+        result = method(*args, **kwargs)
+        after(*args, *kwargs.values())
+        return result
+
+    setattr(owner, name, calling)
+
+
 def patched(owner: object, /, **values: object) -> contextlib.AbstractContextManager[None]:
     """Replace attributes of a module, a class or an object, and restore them at the end.
 
@@ -216,11 +242,12 @@ def reason_of(error: BaseException, text: str = "") -> str:
 
 def missing_in(error: BaseException) -> str:
     """Say which private name an error is about, and what it is for; empty if it is about another."""
-    function = _failed_in_port(error)
-    if function:
-        purpose = "predict" if function == "<module>" else _purpose_of(vars(sys.modules[_PORT])[function])
-        place = f"torch_port.{function}: {type(error).__name__}: {error}"
-        return f"{_version_of('torch')} does not let MemGuard {purpose} ({place})"
+    port, function = _failed_in_port(error)
+    if port:
+        named = getattr(sys.modules.get(port), "__dict__", {}).get(function)
+        place = f"{port.rpartition('.')[2]}.{function}: {type(error).__name__}: {error}"
+        purpose = _purpose_of(named) if named else "predict"
+        return f"{_version_of(PORTS[port][0])} does not let MemGuard {purpose} ({place})"
     if isinstance(error, (AttributeError, ImportError)):
         words, owner = set(re.findall(r"\w+", str(error))), getattr(error, "obj", None)
         home = str(getattr(owner, "__module__", None) or getattr(owner, "__name__", "")).partition(".")[0]
@@ -233,17 +260,17 @@ def missing_in(error: BaseException) -> str:
     return ""
 
 
-def _failed_in_port(error: BaseException) -> str:
-    """Name the function of `torch_port` in which an error arose, or in what of torch it called; empty for others."""
+def _failed_in_port(error: BaseException) -> tuple[str, str]:
+    """Name the port and its function in which an error arose, or in what of torch it called; empty for others."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     while frames and str(frames[-1].f_globals.get("__name__", "")).partition(".")[0] == "torch":
         frames.pop()
-    is_ports = bool(frames) and frames[-1].f_globals.get("__name__") == _PORT
-    return frames[-1].f_code.co_name if is_ports else ""
+    port = str(frames[-1].f_globals.get("__name__")) if frames else ""
+    return (port, frames[-1].f_code.co_name) if port in PORTS else ("", "")
 
 
 def _rows(*parts: str) -> Iterator[tuple[Need, str]]:
-    needs = (*table(), *(port_table() if _PORT in sys.modules else ()))
+    needs = (*table(), *(need for port in PORTS if port in sys.modules for need in port_table(port)))
     return ((need, path) for need in needs if not parts or need.part in parts for path in need.paths)
 
 

@@ -390,6 +390,11 @@ def parameters_of(module: nn.Module) -> MutableMapping[str, nn.Parameter | None]
     return module._parameters
 
 
+def has_state_dict_hooks(module: nn.Module) -> bool:
+    """Know whether hooks change what a module saves."""
+    return bool(module._state_dict_hooks or module._state_dict_pre_hooks)
+
+
 def buffers_of(module: nn.Module) -> MutableMapping[str, Tensor | None]:
     """Replace a module's own buffers."""
     return module._buffers

@@ -16,16 +16,25 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import lightning_fabric
 import pytest
 import pytorch_lightning as pl
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils.data import DataLoader
 
 from lightning_memguard.core import foreign, torch_port
-from lightning_memguard.core.foreign import NEWEST_TESTED, Absent, find, gaps, port_table, reason_of, table, untested
+from lightning_memguard.core.foreign import (
+    NEWEST_TESTED,
+    PORTS,
+    Absent,
+    find,
+    gaps,
+    port_table,
+    reason_of,
+    table,
+    untested,
+)
 from lightning_memguard.errors import CannotTraceError
+from lightning_memguard.training.facts import lightning_port
 from lightning_memguard.training.run import callback
 
 PROGRAM = Path(__file__).with_name("without_a_name.py")
@@ -46,32 +55,11 @@ def samples() -> dict[str, list[Any]]:
     nodes = [x.exp(), x.cumsum(0), x.log(), x.amax(0, keepdim=True), torch.nn.functional.mse_loss(x, torch.ones(2))]
     matrix = torch.ones(2, 2, requires_grad=True)
     nodes += [x * x, matrix @ matrix, torch.addmm(x, matrix, matrix)]
-    trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
-    module = pl.LightningModule()
-    module.save_hyperparameters({"batch_size": 1})
-    combined = pl.utilities.CombinedLoader([DataLoader([1, 2])], "sequential")
-    fsdp = lightning_fabric.strategies.FSDPStrategy()
-    wrapper = lightning_fabric.wrappers._FabricModule(torch.nn.Linear(2, 2), lightning_fabric.strategies.DDPStrategy())
     optimizer = torch.optim.SGD([x], lr=0.1)
     return {
-        "trainer": [trainer],
-        "closure": [closure()],
         "parameter": [torch.nn.Parameter(torch.ones(2))],
         "ddp_module": [torch.nn.parallel.DistributedDataParallel],
         "group": [torch.distributed.ProcessGroup],
-        "epoch_loop": [trainer.fit_loop.epoch_loop],
-        "connector": [trainer._logger_connector, trainer._data_connector, pl.trainer.connectors.data_connector],
-        "call": [pl.trainer.call],
-        "combined": [combined],
-        "module": [module],
-        "swa": [pl.callbacks.StochasticWeightAveraging(0.1)],
-        "averaging": [pl.callbacks.WeightAveraging()],
-        "pruning": [pl.callbacks.ModelPruning("l1_unstructured", amount=0.1)],
-        "finder": [pl.callbacks.LearningRateFinder()],
-        "ddp": [pl.strategies.DDPStrategy(find_unused_parameters=True)],
-        "strategy": [fsdp, pl.strategies.ModelParallelStrategy(), pl.strategies.DeepSpeedStrategy],
-        "wrappers": [lightning_fabric.wrappers],
-        "fabric_module": [wrapper],
         "operator": [torch.ops.aten.add.Tensor],
         "definition": [torch.library.custom_op("memguard_tests::nothing", nothing, mutates_args=())],
         "mode": [FakeTensorMode()],
@@ -81,12 +69,6 @@ def samples() -> dict[str, list[Any]]:
         "cuda": [torch._C],
         "optimizer": [optimizer],
     }
-
-
-def closure() -> Any:
-    """The closure that Lightning passes to an optimizer."""
-    made = importlib.import_module("pytorch_lightning.loops.optimization.automatic").Closure
-    return made(step_fn=lambda: None, backward_fn=None, zero_grad_fn=None)
 
 
 def nothing(x: torch.Tensor) -> None:
@@ -121,9 +103,12 @@ IF_THERE = {
 }
 
 
+PORT_FILES = {port.rpartition(".")[2] for port in PORTS}
+
+
 def private_names() -> Iterator[tuple[str, str]]:
     """Private names that are read of something which is none of ours, with the place."""
-    files = [file for file in sorted(PACKAGE.rglob("*.py")) if file.name != "torch_port.py"]
+    files = [file for file in sorted(PACKAGE.rglob("*.py")) if file.stem not in PORT_FILES]
     trees = {file: ast.parse(file.read_text()) for file in files}
     nodes = {file: list(ast.walk(tree)) for file, tree in trees.items()}
     own = {name for each in nodes.values() for node in each for name in defined(node)}
@@ -224,9 +209,9 @@ def test_an_error_is_explained_if_a_name_of_the_table_is_missing(monkeypatch: py
     assert reason_of(ValueError("torch.library._impls")) == "ValueError: torch.library._impls"
     trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
     del trainer.fit_loop._data_source
-    assert reason_of(error_of(lambda: trainer.fit_loop._data_source)) == (
-        f"Lightning {pl.__version__} does not have trainer.fit_loop._data_source, which MemGuard needs to find a run's "
-        "loaders"
+    assert reason_of(error_of(lambda: lightning_port.data_source(trainer.fit_loop))) == (
+        f"Lightning {pl.__version__} does not let MemGuard find where a loop gets its loaders ("
+        "lightning_port.data_source: AttributeError: '_FitLoop' object has no attribute '_data_source')"
     )
 
 
@@ -316,8 +301,8 @@ def output_of(*arguments: object, **how: Any) -> str:
 # -- a Lightning that renamed one
 
 RENAMED = {
-    "_data_source": "did not tune this run: Lightning 2.* does not have trainer.fit_loop._data_source, which MemGuard",
-    "_detect_anomaly": "Lightning 2.* does not have trainer._detect_anomaly, which MemGuard needs to read",
+    "_data_source": "did not tune this run: Lightning 2.* does not let MemGuard find where a loop gets its loaders",
+    "_detect_anomaly": r"Lightning 2.* does not let MemGuard .* \(lightning_port.detects_anomaly: AttributeError",
     "_batches_that_stepped": "does less in this run: Lightning 2.* does not have .*_batches_that_stepped, ",
 }
 

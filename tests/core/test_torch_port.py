@@ -490,6 +490,13 @@ def test_a_modules_own_tensors_can_be_replaced():
     assert isinstance(module, port.AnyBatchNorm)
 
 
+def test_hooks_on_what_a_module_saves_are_known():
+    plain, before, after = nn.Linear(1, 1), nn.Linear(1, 1), nn.Linear(1, 1)
+    before.register_state_dict_pre_hook(lambda *_: None)
+    after.register_state_dict_post_hook(lambda *_: None)
+    assert [*map(port.has_state_dict_hooks, (plain, before, after))] == [False, True, True]
+
+
 def test_tensors_of_modules_are_moved_by_one_function():
     module, moved = nn.Sequential(nn.Linear(1, 1)), []
 

@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_memguard import MemGuard
 from lightning_memguard.core.decision.decision import Decision
 from lightning_memguard.core.range import NOTHING
-from lightning_memguard.training.adapter.loader_access import preserve_loader_classes
 from lightning_memguard.training.data import samples
+from lightning_memguard.training.facts.lightning_port import preserve_loader_classes
 from lightning_memguard.training.run import choose, guarded_run
 from lightning_memguard.training.run.tune import Tuning, tune
 from tests.training.quiet import quiet_trainer

@@ -1,7 +1,4 @@
-"""Memory of the Trainer's other callbacks on the device: averages of the model to come, and tensors they hold already.
-
-Private names of Lightning were checked on 2.5.0 to 2.6.6.
-"""
+"""Memory of the Trainer's other callbacks on the device: averages of the model to come, and tensors they hold."""
 
 from __future__ import annotations
 
@@ -12,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.swa_utils import AveragedModel
 
+from lightning_memguard.core import torch_port as port
 from lightning_memguard.core.capture.capture import isolated
 from lightning_memguard.core.capture.holders import LEAD_EVERYWHERE, UsersCode, tensors_of, users_classes, users_members
 from lightning_memguard.core.capture.recorder import Recorder, part_bytes
@@ -21,6 +18,7 @@ from lightning_memguard.core.simulation.constants import suppose
 from lightning_memguard.core.simulation.fake import real_copy
 from lightning_memguard.core.torch_port import FakeTensor, tree_leaves
 from lightning_memguard.core.trace.trace import WORTH_A_NOTE
+from lightning_memguard.training.facts import lightning_port as lightning
 from lightning_memguard.training.facts.lightning_types import is_a
 from lightning_memguard.training.facts.ranks import attempt
 from lightning_memguard.training.facts.run_facts import RunFacts
@@ -54,10 +52,10 @@ class Average:
     def update(self) -> None:
         """Average as the callback does once it has begun: between epochs, or after each optimizer step."""
         if self.between_epochs:
-            self._callback.update_parameters(self._copy, self._module_copy, _Count(1), self._callback._avg_fn)
+            lightning.average_between_epochs(self._callback, self._copy, self._module_copy, _Count(1))
             return
         # an AveragedModel would copy the module, and what data it holds, once more
-        average: Any = AveragedModel(nn.Module(), use_buffers=self._callback._use_buffers, **self._callback._kwargs)
+        average = lightning.averaged_model(self._callback, nn.Module())
         average.module = self._copy
         del average.n_averaged
         average.n_averaged = _Count(1)
@@ -70,8 +68,9 @@ class Pruner:
     def __init__(self, callback: Any, module: nn.Module, module_copy: nn.Module, recorder: Recorder) -> None:
         self._callback = copy.copy(callback)
         paths = {id(each): path for path, each in module.named_modules()}
-        named = [(module_copy.get_submodule(paths[id(each)]), name) for each, name in callback._parameters_to_prune]
-        vars(self._callback).update(_parameters_to_prune=named, _verbose=0)
+        pruned = lightning.pruned_parameters(callback)
+        named = [(module_copy.get_submodule(paths[id(each)]), name) for each, name in pruned]
+        lightning.prune_others(self._callback, named)
         with recorder.paused():
             self._callback.setup(None, module_copy, "fit")  # names all weights if none were named, and may copy them
         for tensor in tensors_held(vars(self._callback), {id(module_copy)}):
@@ -81,8 +80,8 @@ class Pruner:
     def run(self) -> None:
         """Prune as at the end of the first epoch, and take as many weights for pruned as that prunes."""
         amount = self._callback.amount
-        self._callback._run_pruning(0)
-        for module, name in self._callback._parameters_to_prune:
+        lightning.prune(self._callback, 0)
+        for module, name in lightning.pruned_parameters(self._callback):
             mask = getattr(module, f"{name}_mask", None)
             if isinstance(mask, FakeTensor) and isinstance(amount, float):
                 suppose(mask, lambda ones: ones.view(-1)[: round(amount * ones.numel())].zero_())
@@ -108,10 +107,10 @@ def _averages(callback: Callback) -> str:
     return ""
 
 
-def _device_type(callback: Callback, device: torch.device) -> str:
+def _device_type(callback: Any, device: torch.device) -> str:
     """Return the type of the device on which a callback keeps its average; empty if it keeps none."""
     kind = _averages(callback)
-    wanted = callback._device if kind else None  # type: ignore[attr-defined]
+    wanted = lightning.average_device(callback) if kind else None
     if wanted is not None:  # None: where the module is, at setup or when it begins
         return torch.device(wanted).type
     return {"WeightAveraging": "cpu", "StochasticWeightAveraging": device.type}.get(kind, "")
@@ -166,7 +165,7 @@ def hooks_that_save(facts: RunFacts, module: nn.Module) -> dict[str, bool]:
 _TO_MEMORY = {"BytesIO", "save", "state_dict"}
 
 
-def unsaved_bytes(module: nn.Module, device_type: str, datamodule: object = None) -> tuple[int, int]:
+def unsaved_bytes(module: nn.Module, datamodule: object = None) -> tuple[int, int]:
     """Bytes of a module that are not in its checkpoint, and bytes that a hook makes for it alone.
 
     The first are of tensors that it does not register, or that are not persistent; below 0 if it saves more than it
@@ -185,14 +184,14 @@ def unsaved_bytes(module: nn.Module, device_type: str, datamodule: object = None
             each for leaf in found if isinstance(leaf, nn.Module) for each in (*leaf.parameters(), *leaf.buffers())
         ]
         tensors = [*data, *(each for each in found if isinstance(each, torch.Tensor))]
-        own, both = (part_bytes({"": [*held, *data, *more]}, device_type)[""] for more in ((), tensors))
-        return part_bytes({"": tensors}, device_type)[""], both - own
+        own, both = (part_bytes({"": [*held, *data, *more]}, "cpu")[""] for more in ((), tensors))
+        return part_bytes({"": tensors}, "cpu")[""], both - own
 
     classes = {cls for each in module.modules() for cls in users_classes(type(each))}
     is_plain = not any(name in vars(cls) for cls in classes for name in _DECIDES)
-    is_plain &= not any(each._state_dict_hooks or each._state_dict_pre_hooks for each in module.modules())
+    is_plain &= not any(map(port.has_state_dict_hooks, module.modules()))
     found = attempt(saved if is_plain else lambda: isolated(saved)).value
-    return (part_bytes({"": held}, device_type)[""] - found[0], found[1]) if found else (0, 0)
+    return (part_bytes({"": held}, "cpu")[""] - found[0], found[1]) if found else (0, 0)
 
 
 def notes_on_hyperparameters(*owners: object) -> tuple[str, ...]:
@@ -238,7 +237,7 @@ def schedules_accumulation(callbacks: Iterable[Callback]) -> bool:
 def learning_rates_tried(callbacks: Iterable[Callback]) -> int:
     """How many learning rates a callback of Lightning, or ``Tuner.lr_find``, will try: one a step; 0 without."""
     finders: list[Any] = [callback for callback in callbacks if is_a(callback, "LearningRateFinder")]
-    return max((int(finder._num_training_steps) for finder in finders), default=0)
+    return max(map(lightning.rates_of, finders), default=0)
 
 
 def held_bytes(callbacks: Iterable[Callback], module: nn.Module, device: torch.device, *, averaging: bool) -> int:

@@ -10,7 +10,6 @@ import builtins
 import collections
 import copy
 import functools
-import importlib
 import itertools
 import types
 from collections import deque
@@ -31,7 +30,7 @@ from lightning_memguard.core.simulation.fake import fake_copy, real_copy
 from lightning_memguard.core.trace.trace import WORTH_A_NOTE
 from lightning_memguard.training.adapter.callbacks import tensors_held
 from lightning_memguard.training.adapter.stand_ins import IdleCallback
-from lightning_memguard.training.facts.lightning_types import lightning_of
+from lightning_memguard.training.facts import lightning_port as lightning
 from lightning_memguard.training.facts.ranks import attempt
 from lightning_memguard.units import format_bytes
 
@@ -277,8 +276,7 @@ def _call(trainer: Trainer, module: LightningModule, owner: object, hook: str) -
     if owner is not module:
         getattr(owner, hook)(trainer, module)
         return
-    call = importlib.import_module(f"{lightning_of(module).__name__}.trainer.call")
-    call._call_lightning_module_hook(trainer, hook, pl_module=module)
+    lightning.call_module_hook(trainer, module, hook)
 
 
 def _why(error: Exception) -> str:

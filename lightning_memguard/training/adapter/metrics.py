@@ -1,20 +1,18 @@
-"""Metrics: the values that we log, and what a module's own take at an epoch's end.
-
-Private names of Lightning were checked on 2.5.0 to 2.6.6.
-"""
+"""Metrics: the values that we log, and what a module's own take at an epoch's end."""
 
 from __future__ import annotations
 
 import functools
 import gc
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from torchmetrics import Metric
 
 from lightning_memguard.core.capture.recorder import Recorder
+from lightning_memguard.training.facts import lightning_port as lightning
 from lightning_memguard.training.facts.lightning_types import lightning_of
 
 if TYPE_CHECKING:
@@ -38,7 +36,7 @@ def log_epoch(trainer: Trainer, values: Mapping[str, float]) -> None:
 
 def forget_logged(trainer: Trainer) -> None:
     """Remove the last epoch's values of ours from Lightning's collection, which is walked at each step."""
-    results: Any = trainer.fit_loop.epoch_loop._results
+    results = lightning.logged_values(trainer)
     for key in [key for key in results if key.startswith("on_train_epoch_end.memguard/")]:
         del results[key]
 

@@ -2,8 +2,6 @@
 
 The order is not written down here a second time: the shadow Trainer runs a copy of the module through Lightning's own
 loops for a few batches, under the recorder.
-
-Private names of Lightning are read in this folder only. Checked on 2.5.0 to 2.6.6.
 """
 
 from __future__ import annotations
@@ -27,23 +25,21 @@ from lightning_memguard.core.batch.batches import Batches
 from lightning_memguard.core.capture.capture import CaptureFailedError, isolated
 from lightning_memguard.core.capture.program import device_to_run_on, refuse_meta, step_states, tensors
 from lightning_memguard.core.capture.recorder import Recorder, call_with_overrides, watching
-from lightning_memguard.core.layers.layers import LayerTable, table_of
 from lightning_memguard.core.simulation.fake import fake_copy, pyro_params_of, real_copy
 from lightning_memguard.core.torch_port import tree_leaves, tree_map
 from lightning_memguard.errors import CannotTraceError
 from lightning_memguard.training.adapter import callbacks
-from lightning_memguard.training.adapter.loader_access import preserve_loader_classes, set_batch_size
+from lightning_memguard.training.adapter.no_collectives import no_collectives
 from lightning_memguard.training.adapter.shadow import LightningStep, Shadow, StepsDone, lending_optimizers
-from lightning_memguard.training.facts.lightning_types import is_a
+from lightning_memguard.training.facts import lightning_port as lightning
+from lightning_memguard.training.facts.lightning_types import is_a, is_deepspeeds, wraps_in_ddp
 from lightning_memguard.training.facts.ranks import attempt
-from lightning_memguard.training.strategies import ddp, deepspeed
-from lightning_memguard.training.strategies.no_collectives import no_collectives
-from lightning_memguard.training.strategies.sharded import refuse_sharded
 
 if TYPE_CHECKING:
-    from pytorch_lightning import LightningModule, Trainer
+    from pytorch_lightning import LightningModule
 
     from lightning_memguard.core.capture.program import SwapOptimizer
+    from lightning_memguard.core.layers.layers import LayerTable
     from lightning_memguard.core.torch_port import FakeTensorMode
 
 T = TypeVar("T")
@@ -102,6 +98,10 @@ class LightningProgram(LightningStep):
 
     @override
     def with_bucket_views(self) -> LightningProgram | None:
+        if not wraps_in_ddp(self.strategy):
+            return None
+        from lightning_memguard.training.strategies import ddp
+
         return ddp.with_bucket_views(self)
 
     @override
@@ -121,7 +121,7 @@ class LightningProgram(LightningStep):
             with contextlib.suppress(StepsDone):
                 shadow.run(module_copy, self.families, fake=fake)
             if self.trains:
-                shadow.trainer.fit_loop.epoch_loop._results.batch = None  # as at the end of an epoch
+                lightning.logged_values(shadow.trainer).batch = None  # as at the end of an epoch
                 shadow.marker.end_epoch(shadow.trainer, module_copy)
         if self.stage == "fit" and not recorder.ran_backward:
             note = "training_step led to no backward pass (did it return None?): its memory is not included"
@@ -129,6 +129,8 @@ class LightningProgram(LightningStep):
 
     def layer_table(self, batch_size: int) -> LayerTable:
         """Return the memory and FLOPs of each layer in the first step, called as Lightning calls it."""
+        from lightning_memguard.core.layers.layers import table_of
+
         found: list[LayerTable] = []
         recorder = Recorder(self.device.type)
         whole = replace(self, layout=self.layout.whole) if self.layout else self
@@ -157,7 +159,9 @@ class LightningProgram(LightningStep):
             def step_and_stop() -> None:
                 optimizer: Any
                 for optimizer in shadow.trainer.optimizers:
-                    if deepspeed.is_deepspeeds(optimizer):
+                    if is_deepspeeds(optimizer):
+                        from lightning_memguard.training.strategies import deepspeed
+
                         optimizer.step = functools.partial(deepspeed.step_partitions, optimizer)
                 step_states(recorder, module_copy, shadow.trainer.optimizers)
                 raise StepsDone
@@ -172,7 +176,7 @@ class LightningProgram(LightningStep):
         """The shadow Trainer and the module's copy; nothing they do is seen outside. Ends at `StepsDone`."""
         with (
             self.layout.one_rank() if self.layout else no_collectives(),
-            preserve_loader_classes(),
+            lightning.preserve_loader_classes(),
             tensors(fake=fake, gpu=self.gpu) as mode,
             lending_optimizers(self.trainer),
             ExitStack() as watch,
@@ -207,15 +211,13 @@ class LightningProgram(LightningStep):
         """A copy whose hooks that prepare the run, or need other ranks, do nothing."""
         instead: dict[int, object] = {id(self.trainer): None}
         if self.layout is not None:
-            refuse_sharded(self.module)
-            instead[id(getattr(self.module, "_device_mesh", None))] = None
-        if is_a(self.strategy, "DeepSpeedStrategy"):
-            deepspeed.refuse_partitioned(self.module)
+            self.layout.refuse_divided(self.module)
+            instead[id(lightning.mesh_of(self.module))] = None
         module_copy: Any = (
             fake_copy(self.module, mode, device, instead) if mode else real_copy(self.module, instead).to(device)
         )
         _copy_optimizers(self.module, module_copy)
-        set_batch_size(module_copy, None, batch_size)
+        lightning.set_batch_size(module_copy, None, batch_size)
         module_copy.configure_callbacks = lambda: []  # noqa: PIE807 - Lightning may read its __code__
         module_copy.prepare_data = lambda: None
         if is_a(self.strategy, "ModelParallelStrategy") and self.layout is None:
@@ -230,7 +232,9 @@ class LightningProgram(LightningStep):
     def _record_surroundings(self, recorder: Recorder, model: nn.Module, shadow: Shadow) -> None:
         """Record what the run has on the device besides the module's own tensors."""
         is_fit = self.stage == "fit"
-        if is_fit or not self.setup_stage:  # a fit's own validation runs in its wrapper
+        if wraps_in_ddp(self.strategy) and (is_fit or not self.setup_stage):  # a fit's validation runs in its wrapper
+            from lightning_memguard.training.strategies import ddp
+
             ddp.attach(self.strategy, model, recorder, is_fit=is_fit)
         if self.callback_bytes:
             recorder.keep(self.callback_bytes, "callbacks")
@@ -282,21 +286,12 @@ def _swap_optimizers(configured: object, swap: SwapOptimizer) -> Any:
 def _copy_optimizers(module: LightningModule, module_copy: LightningModule) -> None:
     """Rebind the optimizers that LightningCLI set on the module to the copy's parameters.
 
-    They are in a bound partial, which a deep copy shares: the copy would step the user's own. Checked on 2.5.0 to
-    2.6.6.
+    They are in a bound partial, which a deep copy shares: the copy would step the user's own.
     """
-    partial = getattr(vars(module_copy).get("configure_optimizers"), "__func__", None)
-    if not isinstance(partial, functools.partial):
+    partial = lightning.optimizers_of_cli(module_copy)
+    if partial is None:
         return
     memo = {id(mine): theirs for mine, theirs in zip(module.parameters(), module_copy.parameters(), strict=True)}
     own = functools.partial(partial.func, *partial.args, **copy.deepcopy(partial.keywords, memo))
     bound = types.MethodType(functools.update_wrapper(own, partial.func), module_copy)
     module_copy.configure_optimizers = bound  # type: ignore[method-assign]
-
-
-def logging_step(trainer: Trainer) -> int:
-    """The step that ``self.log`` writes an epoch's metrics at, so that all curves share one axis.
-
-    Lightning counts one less while it logs them, to stay on the epoch's last step. Checked on 2.5.0 to 2.6.6.
-    """
-    return max(0, int(trainer.fit_loop.epoch_loop._batches_that_stepped) - 1)

@@ -2,8 +2,6 @@
 
 It has the user's settings and none of the user's loggers, callbacks, checkpoints or data. Lightning comes as two
 unrelated packages, so its classes are made from the mixins here and the package of the user's module.
-
-Private names of Lightning were checked on 2.5.0 to 2.6.6.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ from lightning_memguard.core.capture.holders import Holder, Use, UsersCode, hold
 from lightning_memguard.core.capture.leftovers import Garbage, Leftovers
 from lightning_memguard.core.capture.program import Program
 from lightning_memguard.core.capture.recorder import Recorder, gradients_of, refuse_sparse
-from lightning_memguard.core.foreign import patched
+from lightning_memguard.core.foreign import call_around, patched
 from lightning_memguard.core.gpus import Gpu
 from lightning_memguard.core.torch_port import DisableTorchFunction
 from lightning_memguard.core.trace.kept import RETURNED, Kept, places
@@ -56,11 +54,10 @@ from lightning_memguard.training.adapter.epoch_end import (
     run_hook,
 )
 from lightning_memguard.training.adapter.metrics import compute_over_epoch
-from lightning_memguard.training.facts.lightning_types import is_a, lightning_of
+from lightning_memguard.training.facts import lightning_port as lightning
+from lightning_memguard.training.facts.lightning_types import is_a, is_deepspeeds, lightning_of, wraps_in_ddp
 from lightning_memguard.training.facts.ranks import attempt
 from lightning_memguard.training.facts.run_facts import LIMIT_NAMES, ROLES, Role, Stage
-from lightning_memguard.training.strategies import ddp, deepspeed
-from lightning_memguard.training.strategies.sharded import Layout
 from lightning_memguard.units import format_bytes
 
 if TYPE_CHECKING:
@@ -70,6 +67,7 @@ if TYPE_CHECKING:
 
     from lightning_memguard.core.capture.program import Around, Change
     from lightning_memguard.core.torch_port import FakeTensorMode
+    from lightning_memguard.training.strategies.sharded import Layout
 
     _Strategy = SingleDeviceStrategy
 else:
@@ -136,6 +134,15 @@ class LightningStep(Program):
     def trains(self) -> bool:
         return self.stage == "fit"
 
+    @property
+    def steps_until_steady(self) -> int:
+        """After how many steps their memory no longer changes."""
+        if not wraps_in_ddp(self.strategy):
+            return STEPS
+        from lightning_memguard.training.strategies import ddp
+
+        return max(STEPS, ddp.steps_until_steady(self.strategy))
+
     @override
     def steps_of_epoch(self, batch_size: int) -> int | None:
         count = self.batches_per_epoch(batch_size) if self.batches_per_epoch and self.trains else None
@@ -185,7 +192,7 @@ class Shadow:
             limit_val_batches=0 if program.trains else 1.0,
             num_sanity_val_steps=0,
             inference_mode=_inference_mode(program),
-            detect_anomaly=user._detect_anomaly,
+            detect_anomaly=lightning.detects_anomaly(user),
             log_every_n_steps=user.log_every_n_steps,  # type: ignore[attr-defined]  # set by a connector
             enable_checkpointing=False,
             enable_progress_bar=False,
@@ -193,21 +200,17 @@ class Shadow:
             use_distributed_sampler=False,
             default_root_dir=user.default_root_dir,
         )
-        quiet = {"should_update_logs": False}  # turning metrics into numbers needs values
-        trainer._logger_connector.__class__ = type("QuietConnector", (type(trainer._logger_connector),), quiet)
-        epochs, counters = trainer.fit_loop.epoch_loop, self.marker.recorder.counters
-        counted = {"batch_idx": property(lambda loop: counters.step(loop.batch_progress.current.ready - 1))}
-        epochs.__class__ = type("CountedLoop", (type(epochs),), counted)
+        lightning.leave_numbers(trainer)
+        counters = self.marker.recorder.counters
+        lightning.count_batches_as(trainer, counters.step)
         counters.limit(*_most_steps_and_epochs(program))
         trainer.loggers = [stand_ins.SilentLogger(logger) for logger in user.loggers]  # type: ignore[misc]
         trainer.callbacks = [*map(stand_ins.IdleCallback, getattr(user, "callbacks", ())), self.marker]  # type: ignore[attr-defined]
         trainer.datamodule = stand_ins.idle_datamodule(program.datamodule, self.marker.batch_size)  # type: ignore[attr-defined]
-        # since Lightning 2.6, it asks the other ranks
-        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
+        lightning.ask_no_rank(trainer)
         trainer.memguard_shadow = self  # type: ignore[attr-defined]
         if program.layout is not None:
-            sharded = program.layout.strategy_for(trainer, device, _precision_of(program), start)
-            trainer._accelerator_connector.strategy = sharded
+            lightning.use_strategy(trainer, program.layout.strategy_for(trainer, device, _precision_of(program), start))
         return trainer
 
     def collect(self, module_copy: nn.Module, mode: FakeTensorMode | None) -> None:
@@ -233,8 +236,7 @@ class Shadow:
         """Run validation, test or prediction."""
         trainer, stage = self.trainer, self.program.stage
         self.marker.loaders = len(loaders)
-        # turning metrics into numbers, at the end of each loader, needs values
-        trainer._logger_connector.update_eval_epoch_metrics = dict  # type: ignore[method-assign]
+        lightning.leave_numbers_of_epochs(trainer)
         if stage == "predict":
             returned = self.program.trainer.predict_loop.return_predictions
             trainer.predict(module_copy, loaders, return_predictions=returned)
@@ -309,7 +311,7 @@ class ShadowTrainerMixin:
 
     @property
     def log_dir(self) -> str | None:
-        return stand_ins.log_dir_of(self.memguard_shadow.program.trainer)  # type: ignore[no-any-return]
+        return lightning.log_dir_of(self.memguard_shadow.program.trainer)  # type: ignore[no-any-return]
 
     @property
     def ckpt_path(self) -> object:
@@ -336,14 +338,11 @@ class ShadowTrainerMixin:
 @contextlib.contextmanager
 def lending_optimizers(user: Trainer) -> Iterator[None]:
     """A step may know the user's Trainer by another name: its optimizers are, until the end, those of the copy."""
-    own = {name: value for name, value in vars(user.strategy).items() if name in _OPTIMIZERS}
+    own = lightning.optimizers_of(user.strategy)
     try:
         yield
     finally:
         vars(user.strategy).update(own)
-
-
-_OPTIMIZERS = ("_optimizers", "_lightning_optimizers", "lr_scheduler_configs")
 
 
 class InPlaceStrategyMixin(_Strategy):
@@ -376,7 +375,7 @@ class PhaseMarkerMixin:
     def __init__(self, program: LightningStep, recorder: Recorder) -> None:
         self.program = program
         self.recorder = recorder
-        self.steps_recorded = max(STEPS, ddp.steps_until_steady(program.strategy))
+        self.steps_recorded = program.steps_until_steady
         self.limit: int | float = 1.0 if program.trains else getattr(program.trainer, LIMIT_NAMES[ROLES[program.stage]])
         self.on_ready: Callable[[], object] = lambda: None
         self.averages: list[Average] = []
@@ -403,9 +402,10 @@ class PhaseMarkerMixin:
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.lists = Lists(self.owners(trainer, pl_module))
         self.use_hooks_of_datamodule(trainer)
-        user, lent = self.program.trainer.strategy, vars(trainer.strategy)
-        vars(user).update({name: lent[name] for name in _OPTIMIZERS if name in vars(user) and name in lent})
-        deepspeed.label(trainer.strategy.model, self.recorder)
+        user = self.program.trainer.strategy
+        own, lent = lightning.optimizers_of(user), lightning.optimizers_of(trainer.strategy)
+        vars(user).update({name: value for name, value in lent.items() if name in own})
+        _label_deepspeed(trainer, self.recorder)
         for optimizer in trainer.optimizers:
             self.steps[id(optimizer)] = 0
             _call_after_step(optimizer, self.after_optimizer)
@@ -483,7 +483,7 @@ class PhaseMarkerMixin:
             else:
                 bound(owner, hook, pl_module, self.recorder, self.left_bytes, "it does more than compute")
         user = self.program.trainer
-        every = user.check_val_every_n_epoch, type(getattr(user, "val_check_interval", None))
+        every = user.check_val_every_n_epoch, type(lightning.check_interval(user))
         if self.validates and every == (1, float):
             run.insert(0, (pl_module, "on_validation_model_zero_grad"))  # each epoch ends with a validation
         fill = functools.partial(self.lists.fill, seen, in_all)
@@ -549,7 +549,9 @@ class PhaseMarkerMixin:
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         self.label_gradients(trainer, pl_module)
-        if deepspeed.steps_now(trainer.strategy.model):
+        model: Any = trainer.strategy.model
+        # Lightning leaves it to DeepSpeed's engine to count micro-batches
+        if not is_deepspeeds(model) or model.is_gradient_accumulation_boundary():
             self.recorder.mark("optimizer")
 
     def after_optimizer(self, optimizer: Optimizer, *_: object) -> None:
@@ -592,14 +594,14 @@ class PhaseMarkerMixin:
     # -- evaluation
 
     def use_hooks_of_datamodule(self, trainer: Trainer, *_: object) -> None:
-        datamodule, selector = trainer.datamodule, trainer._data_connector._datahook_selector  # type: ignore[attr-defined]
-        if datamodule is not None and selector is not None and not self.program.transferred:
-            selector.datamodule = datamodule
+        datamodule = trainer.datamodule  # type: ignore[attr-defined]
+        if datamodule is not None and not self.program.transferred:
+            lightning.use_hooks_of(trainer, datamodule)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.lists = Lists(self.owners(trainer, pl_module))
         self.use_hooks_of_datamodule(trainer)
-        deepspeed.label(trainer.strategy.model, self.recorder)
+        _label_deepspeed(trainer, self.recorder)
 
     on_test_start = on_predict_start = on_validation_start
 
@@ -726,7 +728,14 @@ def _call_after_step(optimizer: Optimizer, call: Callable[[Optimizer], object]) 
     try:
         optimizer.register_step_post_hook(lambda stepped, *_: call(stepped))  # type: ignore[arg-type]
     except AttributeError:
-        deepspeed.call_around(optimizer, "step", after=lambda *_: call(optimizer))
+        call_around(optimizer, "step", after=lambda *_: call(optimizer))
+
+
+def _label_deepspeed(trainer: Trainer, recorder: Recorder) -> None:
+    if is_deepspeeds(trainer.strategy.model):
+        from lightning_memguard.training.strategies import deepspeed
+
+        deepspeed.label(trainer.strategy.model, recorder)
 
 
 def _precision_of(program: LightningStep) -> Precision:

@@ -1,17 +1,13 @@
-"""Stand-ins of the user's loggers, callbacks and datamodule: they answer what a step reads as those do, and do nothing.
-
-Private names of Lightning were checked on 2.5.0 to 2.6.6.
-"""
+"""Stand-ins of the user's loggers, callbacks and datamodule, which answer what a step reads and do nothing."""
 
 from __future__ import annotations
 
 import copy
 import inspect
 import os
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from lightning_memguard.training.adapter.loader_access import hyperparameters_of
+from lightning_memguard.training.facts import lightning_port as lightning
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningDataModule, Trainer
@@ -49,7 +45,7 @@ class SilentLogger(StandIn):
     @property
     def experiment(self) -> SilentExperiment:
         """Replacement for the user's experiment, which is not created for this."""
-        return SilentExperiment(vars(vars(self)["memguard_original"]).get("_experiment"))
+        return SilentExperiment(lightning.experiment_of(vars(self)["memguard_original"]))
 
     def __getattr__(self, name: str) -> Any:
         value = super().__getattr__(name)
@@ -108,22 +104,13 @@ def idle_datamodule(datamodule: LightningDataModule | None, batch_size: int) -> 
     if idle is not None:
         for hook in ("prepare_data", "setup", "teardown", "on_exception"):
             setattr(idle, hook, lambda *_, **__: None)
-        for name in ("_hparams", "_hparams_initial"):
-            if name in vars(idle):
-                vars(idle)[name] = copy.copy(vars(idle)[name])
+        lightning.copy_hyperparameters(idle)
         if isinstance(vars(idle).get("batch_size"), int):
             idle.batch_size = batch_size
-        for hparams in hyperparameters_of(idle):
+        for hparams in lightning.hyperparameters_of(idle):
             if "batch_size" in hparams:
                 hparams["batch_size"] = batch_size
     return idle  # type: ignore[no-any-return]
-
-
-def log_dir_of(trainer: Trainer) -> Any:
-    """``trainer.log_dir``, without asking the other ranks."""
-    alone = SimpleNamespace(broadcast=lambda folder: folder)
-    read: Any = inspect.getattr_static(type(trainer), "log_dir").fget
-    return read(SimpleNamespace(loggers=trainer.loggers, default_root_dir=trainer.default_root_dir, strategy=alone))
 
 
 def attribute_of(trainer: Trainer, name: str, shadow: object) -> Any:

@@ -17,7 +17,7 @@ from lightning_memguard.core.batch.batches import EPOCHS, Draws, Epoch
 from lightning_memguard.core.batch.nesting import batch_bytes, is_dense, map_tensors, tensors_in
 from lightning_memguard.core.isolation.pool import in_child
 from lightning_memguard.core.simulation.fake import storage_address
-from lightning_memguard.training.adapter.loader_access import arrange
+from lightning_memguard.training.facts.lightning_port import arrange
 
 if TYPE_CHECKING:
     from pytorch_lightning.utilities import CombinedLoader

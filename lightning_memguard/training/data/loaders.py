@@ -21,14 +21,14 @@ from lightning_memguard.core.isolation.pool import is_forked
 from lightning_memguard.core.simulation.fake import fake_copy, shared_copy
 from lightning_memguard.core.torch_port import FakeTensorMode
 from lightning_memguard.errors import CannotTraceError
-from lightning_memguard.training.adapter import loader_access, stand_ins
-from lightning_memguard.training.adapter.loader_access import hyperparameters_of
+from lightning_memguard.training.adapter import stand_ins
 from lightning_memguard.training.data import resizing
 from lightning_memguard.training.data.copies import apart, preserve_state
 from lightning_memguard.training.data.set_sizes import sets_its_size
+from lightning_memguard.training.facts import lightning_port as lightning
 from lightning_memguard.training.facts.lightning_types import lightning_of
 from lightning_memguard.training.facts.ranks import warn
-from lightning_memguard.training.facts.run_facts import LIMIT_NAMES, Role, RunFacts
+from lightning_memguard.training.facts.run_facts import LIMIT_NAMES, LOOPS, Role, RunFacts
 
 if TYPE_CHECKING:
     from pytorch_lightning import Trainer
@@ -242,14 +242,14 @@ def find(facts: RunFacts, role: Role) -> LoaderInfo:
     owner, hook, package = facts.sources[role].instance, facts.sources[role].hook, lightning_of(facts.strategy)
     with preserve_state(owner):
         if isinstance(owner, package.LightningDataModule):
-            loader, origin = loader_access.call_loader_hook(copy.copy(owner), hook), f"the datamodule's {hook}()"
+            loader, origin = _call_loader_hook(copy.copy(owner), hook), f"the datamodule's {hook}()"
         elif isinstance(owner, package.LightningModule):
             # data may come from the model, as a rollout does; outside of a child, the copy has no memory
             module: Any = shared_copy(owner) if is_forked() else fake_copy(owner, FakeTensorMode(), torch.device("cpu"))
             with contextlib.suppress(RuntimeError):  # a plan's module has no Trainer
                 module.trainer = quiet = stand_ins.QuietTrainer(owner.trainer.fit_loop.trainer)  # noqa: F841 - held weakly
-            module.setup(stage=loader_access.stage_named("fit" if role in ("train", "val") else role, package))
-            loader, origin = loader_access.call_loader_hook(module, hook), f"the module's {hook}()"
+            module.setup(stage=lightning.stage_named("fit" if role in ("train", "val") else role, package))
+            loader, origin = _call_loader_hook(module, hook), f"the module's {hook}()"
         else:
             loader = owner
             origin = f"fit({role}_dataloaders=...)" if role in ("train", "val") else f"{role}(dataloaders=...)"
@@ -261,15 +261,20 @@ def find(facts: RunFacts, role: Role) -> LoaderInfo:
     return info
 
 
+def _call_loader_hook(owner: Any, hook: str) -> Any:
+    with lightning.recording_loaders(owner):
+        return getattr(owner, hook)()
+
+
 def info_of(facts: RunFacts, loaders: object, origin: str, role: Role) -> LoaderInfo:
     """Read a loader, or a nesting of loaders, that a run was given."""
-    combined = loader_access.combine(
+    combined = lightning.combine(
         loaders, "max_size_cycle" if role == "train" else "sequential", lightning_of(facts.strategy)
     )
     ranks = facts.data_ranks if facts.uses_distributed_sampler else 1
     recreated = ranks > 1 or role == "predict" or facts.overfit_batches > 0
     sources = (source_of(loader, origin, ranks, recreated=recreated) for loader in combined.flattened)
-    return LoaderInfo(combined, loader_access.mode_of(combined), tuple(sources), origin, role)
+    return LoaderInfo(combined, lightning.mode_of(combined), tuple(sources), origin, role)
 
 
 def source_of(loader: Iterable[Any], origin: str, ranks: int = 1, *, recreated: bool = False) -> Source:
@@ -436,13 +441,12 @@ def rewrite_loaders(
             raise
         return _resize_all(facts, loaders, known, size, settings, made)
 
-    return loader_access.intercept_loaders(trainer, known.role, change)
+    return lightning.intercept_loaders(LOOPS[known.role](trainer), change)
 
 
 def _own_settings(owner: object) -> list[int]:
     """Batch sizes that a module or datamodule is set to, which its hooks may read; 0 in place of others."""
-    held = [getattr(owner, "batch_size", None), *(each.get("batch_size") for each in hyperparameters_of(owner))]
-    return [each if type(each) is int else 0 for each in held]
+    return [each if type(each) is int else 0 for each in lightning.batch_sizes_of(owner)]
 
 
 def _resize_all(
@@ -476,7 +480,7 @@ def _resize_all(
         return loaders
     combined: Any = info.combined
     combined.flattened = resized
-    return combined if isinstance(loaders, type(combined)) else loader_access.arrange(combined, resized)
+    return combined if isinstance(loaders, type(combined)) else lightning.arrange(combined, resized)
 
 
 def loaders_at(facts: RunFacts, known: LoaderInfo, role: Role, batch_size: int) -> object:
@@ -488,11 +492,11 @@ def loaders_at(facts: RunFacts, known: LoaderInfo, role: Role, batch_size: int) 
         if {role, known.role} == {"train", "val"}:
             with contextlib.suppress(Exception):  # of the user's hook
                 info = find(facts, role)
-                return loader_access.arrange(info.combined, [source.loader for source in info.sources])
+                return lightning.arrange(info.combined, [source.loader for source in info.sources])
         return None
     if known.combined is None or not all(source.held for source in known.sources):
         known = find(facts, known.role)
     fixed = bool(known.fixed_because)
     sized = [(source.loader, known.size_of(source, batch_size)) for source in known.sources]
     own = [loader if fixed else resizing.resize(loader, size, "") for loader, size in sized]
-    return loader_access.arrange(known.combined, own)
+    return lightning.arrange(known.combined, own)

@@ -11,7 +11,6 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from lightning_memguard.core.batch.nesting import batch_size_of
 from lightning_memguard.errors import CannotResizeLoaderError
-from lightning_memguard.training.adapter.loader_access import change_recorded_argument, recorded_arguments
 from lightning_memguard.training.data.copies import (
     apart,
     copy_for_reading,
@@ -19,6 +18,7 @@ from lightning_memguard.training.data.copies import (
     refuse_one_shot,
     shallow_copy,
 )
+from lightning_memguard.training.facts.lightning_port import change_recorded_argument, recorded_arguments
 
 _MAX_COUNTED = 1 << 16  # batches
 

@@ -34,12 +34,12 @@ from lightning_memguard.core.isolation.pool import beat, reaches_out
 from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.core.trace.trace import Shapes
 from lightning_memguard.errors import CannotTraceError, MemGuardError
-from lightning_memguard.training.adapter.loader_access import arrange
 from lightning_memguard.training.data import copies
 from lightning_memguard.training.data.copies import copy_for_reading, preserve_state
 from lightning_memguard.training.data.draws import ArrangedDraws, CollatedDraws, TakenDraws, share_memory
 from lightning_memguard.training.data.loaders import LoaderInfo, Source
 from lightning_memguard.training.data.resizing import is_built_in, makes_own_batches, trial_at
+from lightning_memguard.training.facts.lightning_port import arrange
 from lightning_memguard.training.facts.ranks import attempt
 
 T = TypeVar("T")

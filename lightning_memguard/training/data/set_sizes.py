@@ -18,7 +18,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from lightning_memguard.training.adapter.loader_access import hyperparameters_of, recorded_arguments
+from lightning_memguard.training.facts.lightning_port import batch_sizes_of, recorded_arguments
 
 _MOST_FILES = 500
 _NOT_YOURS = ("site-packages", "dist-packages", Path(inspect.__file__).parent.name)
@@ -38,9 +38,8 @@ def sets_its_size(loader: object) -> bool:
 def is_kept_as_one(owners: Iterable[object]) -> bool:
     """Whether a module, datamodule or callback (LightningCLI's, with its configuration) keeps a batch size of 1."""
     for owner in owners:
-        configuration = getattr(owner, "config", None)
-        held = [getattr(owner, "batch_size", None), *(each.get("batch_size") for each in hyperparameters_of(owner))]
-        if 1 in [value for value in held if type(value) is int] or _holds_one(configuration):
+        sizes = [size for size in batch_sizes_of(owner) if type(size) is int]
+        if 1 in sizes or _holds_one(getattr(owner, "config", None)):
             return True
     return False
 

@@ -19,6 +19,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_memguard.core.capture.holders import users_classes
+from lightning_memguard.training.facts.lightning_port import HYPERPARAMETERS, HYPERPARAMETERS_LOGGED
 
 _IS_NAMED_SO = re.compile(r"(batch|sample)s?_?size|(num|n)_(samples|batch)|^bs$", re.IGNORECASE).search
 _RUNS_BEFORE = re.compile(
@@ -69,11 +70,11 @@ def _numbers(
         path, holder, holder_name, depth = todo.pop()
         for name, value in _items(holder):
             follows = name == "batch_size" and (holder is module or path == "hparams")
-            shown = "hparams" if name == "_hparams" else name
+            shown = "hparams" if name == HYPERPARAMETERS else name
             here = f"{path}.{shown}" if path else shown
             if type(value) is int and value == batch_size and _IS_NAMED_SO(name) and not follows:
                 yield here, holder, holder_name, name
-            elif depth < _MOST_DEPTH and id(value) not in known and name != "_hparams_initial" and _may_hold(value):
+            elif depth < _MOST_DEPTH and id(value) not in known and name != HYPERPARAMETERS_LOGGED and _may_hold(value):
                 known.add(id(value))
                 todo.append((here, value, shown, depth + 1))
 

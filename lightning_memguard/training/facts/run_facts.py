@@ -1,7 +1,4 @@
-"""The settings of one run, read from its Trainer once: later stages take these facts, never the Trainer.
-
-Private names of Lightning were checked on 2.5.0 to 2.6.6.
-"""
+"""The settings of one run, read from its Trainer once: later stages take these facts, never the Trainer."""
 
 from __future__ import annotations
 
@@ -12,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from lightning_memguard.core.decision.decision import LimitedBy
+from lightning_memguard.training.facts import lightning_port as lightning
 from lightning_memguard.training.facts.lightning_types import is_a
 
 if TYPE_CHECKING:
@@ -120,14 +118,13 @@ def read_run_facts(trainer: Trainer, stage: Stage = "fit") -> RunFacts:
         accumulate_grad_batches=trainer.accumulate_grad_batches,
         max_steps=-1 if trainer.fast_dev_run else trainer.max_steps,  # type: ignore[attr-defined]  # set by a connector
         validates=trainer.enable_validation,
-        # Lightning 2.6 sets no such attribute if the interval is a time
-        val_check_interval=getattr(trainer, "val_check_interval", None),
+        val_check_interval=lightning.check_interval(trainer),
         check_val_every_n_epoch=trainer.check_val_every_n_epoch,
         sanity_steps=trainer.num_sanity_val_steps,
         is_rehearsal=bool(trainer.fast_dev_run),  # type: ignore[attr-defined]  # set by a connector
         overfit_batches=trainer.overfit_batches,  # type: ignore[attr-defined]  # set by a connector
         limits={role: getattr(trainer, name) for role, name in LIMIT_NAMES.items()},
-        uses_distributed_sampler=trainer._accelerator_connector.use_distributed_sampler,
+        uses_distributed_sampler=lightning.divides_samples(trainer),
         sources={role: _source(loop(trainer)) for role, loop in LOOPS.items()},
         loggers=trainer.loggers,
         default_root_dir=trainer.default_root_dir,
@@ -145,9 +142,10 @@ def data_ranks(strategy: Any, world_size: int, devices: int = 0) -> int:
     """How many ranks train on samples of their own: those of a tensor-parallel group share theirs."""
     if not is_a(strategy, "ModelParallelStrategy"):
         return world_size
-    tensor = strategy._tensor_parallel_size
+    tensor = lightning.tensor_ranks(strategy)
     return max(1, world_size // max(1, int((devices or strategy.num_processes) if tensor == "auto" else tensor)))
 
 
 def _source(loop: Any) -> DataSource:
-    return DataSource(loop._data_source.instance, loop._data_source.name)
+    source = lightning.data_source(loop)
+    return DataSource(source.instance, source.name)

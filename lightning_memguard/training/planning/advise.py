@@ -19,10 +19,11 @@ from lightning_memguard.core.capture.predict import Prediction, Surveyor, terms_
 from lightning_memguard.core.decision.advice import Advice, in_order
 from lightning_memguard.core.decision.decision import Budget, Request, decide, largest_that
 from lightning_memguard.core.replay.footprint import Footprint
-from lightning_memguard.core.replay.settings import NO_COST_SETTINGS, VARIABLE
+from lightning_memguard.core.replay.settings import VARIABLE
 from lightning_memguard.core.trace.trace import Method
 from lightning_memguard.errors import CannotTraceError, DoesNotFitError
 from lightning_memguard.training.planning.remedies import Family, Remedy, families_for
+from lightning_memguard.training.planning.search import setting_that_saves
 
 _KINDS_PAIRED = 4  # the best remedy of each of so many kinds is tried in pairs: at most six
 
@@ -92,20 +93,6 @@ def try_remedies(
             if pair and pair.saved_bytes > max(first.saved_bytes, second.saved_bytes):
                 known.append(pair)
     return AdviceReport(in_order([*known, *settings]), tuple(attempts.left_out), attempts.not_tried)
-
-
-def setting_that_saves(prediction: Curve, batch_size: int, share: float) -> tuple[str, int] | None:
-    """The allocator setting that leaves the least reserved, by replaying each, and what it saves: more than a share."""
-    now = prediction.settings
-    if now.kind != "cuda" or now.expandable_segments:
-        return None
-    asked = prediction.footprint_at(batch_size).most_device_bytes
-    found = {
-        text: prediction.on_terms(settings=now.with_setting(text)).footprint_at(batch_size).most_device_bytes
-        for text in NO_COST_SETTINGS
-    }
-    text = min(found, key=found.__getitem__)
-    return (text, asked - found[text]) if asked - found[text] > share * asked else None
 
 
 def _settings_that_save(

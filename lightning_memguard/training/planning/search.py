@@ -8,13 +8,13 @@ from dataclasses import replace
 from functools import partial
 from itertools import count, takewhile
 
+from lightning_memguard.core.capture.curve import Curve
 from lightning_memguard.core.capture.predict import Prediction, StepFailsError
 from lightning_memguard.core.decision.decision import Budget, Decision, LimitedBy, Request, decide
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.core.replay.recurring import retries_within
-from lightning_memguard.core.replay.settings import VARIABLE
+from lightning_memguard.core.replay.settings import NO_COST_SETTINGS, VARIABLE
 from lightning_memguard.errors import DoesNotFitError
-from lightning_memguard.training.planning.advise import setting_that_saves
 
 Refusal = Callable[[int], "LimitedBy | None"]
 """Batch size -> what forbids it, so that the next smaller one is looked at."""
@@ -179,3 +179,17 @@ def _compiled_around(
 
 
 _MOST_COMPILED = 4
+
+
+def setting_that_saves(prediction: Curve, batch_size: int, share: float) -> tuple[str, int] | None:
+    """The allocator setting that leaves the least reserved, by replaying each, and what it saves: more than a share."""
+    now = prediction.settings
+    if now.kind != "cuda" or now.expandable_segments:
+        return None
+    asked = prediction.footprint_at(batch_size).most_device_bytes
+    found = {
+        text: prediction.on_terms(settings=now.with_setting(text)).footprint_at(batch_size).most_device_bytes
+        for text in NO_COST_SETTINGS
+    }
+    text = min(found, key=found.__getitem__)
+    return (text, asked - found[text]) if asked - found[text] > share * asked else None

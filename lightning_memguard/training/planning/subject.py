@@ -32,10 +32,10 @@ from lightning_memguard.core.replay.learned import Learned
 from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.core.simulation.fake_cuda import simulated_cuda
 from lightning_memguard.errors import CannotTraceError, MemGuardError
-from lightning_memguard.training.adapter.loader_access import set_data_source
 from lightning_memguard.training.adapter.program import LightningProgram
 from lightning_memguard.training.data.loaders import LoaderInfo, find
 from lightning_memguard.training.data.samples import note_on_cache, sample
+from lightning_memguard.training.facts.lightning_port import data_source
 from lightning_memguard.training.facts.lightning_types import is_a, lightning_of
 from lightning_memguard.training.facts.run_facts import data_ranks, read_run_facts
 from lightning_memguard.training.planning.target import Target
@@ -185,7 +185,7 @@ def _with_loader(subject: Subject, batch_size: int | None) -> Subject:
         datamodule.prepare_data()
         datamodule.trainer = trainer
         datamodule.setup("fit")
-    set_data_source(trainer, model if datamodule is None else datamodule)
+    data_source(trainer.fit_loop).instance = model if datamodule is None else datamodule
     facts = read_run_facts(trainer)
     if subject.strategy is not None:
         divides = subject.ranks > 1 and subject.trainer.get("use_distributed_sampler", True)

@@ -357,7 +357,7 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
         run.apply()
         if run.is_decided:
             run.announce()
-        missing = gaps("every run", "lightning", "operators", trainer=trainer)
+        missing = gaps("every run", "lightning", "logging", "operators", trainer=trainer)
         if missing and trainer.is_global_zero and run.decision.outcome != "stepped aside":
             warn(f"MemGuard does less in this run: {missing}.", stacklevel=3)
 

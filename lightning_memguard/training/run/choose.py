@@ -23,10 +23,10 @@ from lightning_memguard.core.replay.settings import VARIABLE
 from lightning_memguard.core.trace.trace import Trace
 from lightning_memguard.errors import CannotTraceError, DoesNotFitError, MemGuardError
 from lightning_memguard.training.adapter.callbacks import schedules_accumulation
+from lightning_memguard.training.adapter.no_collectives import no_collectives
 from lightning_memguard.training.data.loaders import leaves_one, leaves_out, spoiled_by
 from lightning_memguard.training.facts.ranks import Attempt, Ranks, attempt, failed
-from lightning_memguard.training.planning.advise import setting_that_saves
-from lightning_memguard.training.planning.search import largest_that_runs, smallest_fast
+from lightning_memguard.training.planning.search import largest_that_runs, setting_that_saves, smallest_fast
 from lightning_memguard.training.run.epochs import epoch_of_run
 from lightning_memguard.training.run.freed import trims, with_freed_blocks
 from lightning_memguard.training.run.guard_settings import GuardSettings
@@ -43,7 +43,6 @@ from lightning_memguard.training.run.profile import (
 )
 from lightning_memguard.training.run.progress import SetupLine
 from lightning_memguard.training.run.setup_seconds import LEAST_SECONDS, MOST_IF_FAST, batches_of, setup_seconds
-from lightning_memguard.training.strategies.no_collectives import no_collectives
 from lightning_memguard.units import format_bytes
 
 if TYPE_CHECKING:

@@ -22,15 +22,11 @@ from lightning_memguard.core.trace.kept import MOST_EPOCHS
 from lightning_memguard.errors import MemGuardError
 from lightning_memguard.report.decision_table import evaluation_text, last_line, setup_text, warning_of
 from lightning_memguard.report.failure import announcement, kept_words, note, snapshot_words
-from lightning_memguard.report.loggers import Boards
-from lightning_memguard.report.page import PAGE_NAME, Page, write_report
-from lightning_memguard.report.page_data import Report
 from lightning_memguard.report.words import with_stage
 from lightning_memguard.training.adapter.callbacks import learning_rates_tried
-from lightning_memguard.training.adapter.loader_access import set_batch_size
 from lightning_memguard.training.adapter.metrics import forget_logged, log_epoch
-from lightning_memguard.training.adapter.program import logging_step
 from lightning_memguard.training.data.loaders import rewrite_loaders
+from lightning_memguard.training.facts.lightning_port import logging_step, set_batch_size
 from lightning_memguard.training.facts.ranks import attempt, explains, failed, say, warn
 from lightning_memguard.training.facts.run_facts import Stage, takes_steps
 from lightning_memguard.training.run.aftermath import held_elsewhere, oom_kills, worker_note
@@ -38,17 +34,20 @@ from lightning_memguard.training.run.batch_monitor import BatchWatch, failure
 from lightning_memguard.training.run.growth_watch import GrowthWatch
 from lightning_memguard.training.run.guard_settings import GuardSettings
 from lightning_memguard.training.run.measuring import Measuring
-from lightning_memguard.training.run.offloading import Offloading
 from lightning_memguard.training.run.overrun import OverrunWatch
 from lightning_memguard.training.run.own_size import OwnSize
 from lightning_memguard.training.run.profile import RunProfile
 from lightning_memguard.training.run.resume import is_over, resume, saved_in
-from lightning_memguard.training.run.run_report import folder_of, report_of
 from lightning_memguard.training.run.tune import recheck, tune, with_steps
 from lightning_memguard.units import counted
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer
+
+    from lightning_memguard.report.loggers import Boards
+    from lightning_memguard.report.page import Page
+    from lightning_memguard.report.page_data import Report
+    from lightning_memguard.training.run.offloading import Offloading
 
 T = TypeVar("T")
 
@@ -235,7 +234,8 @@ class GuardedRun:
         """Show the decision, watch batches and steps, and write the snapshot that was asked for before a fit."""
         profile, recorder = self.tuning.profile, self._recorder
         if profile is not None:
-            self._show(profile)
+            if reason := attempt(lambda: self._show(profile)).reason:
+                self._warn(f"MemGuard shows less of this run: {reason}")
             self._watch_batches(profile)
             self._offloading = attempt(lambda: self._start_offloading(profile)).value
         if self.trains and recorder is not None and self.trainer.is_global_zero:
@@ -245,6 +245,8 @@ class GuardedRun:
         settings, things = self.settings, (self.trainer, self.module, profile, self.measuring)
         if not self.trains or settings.mode != "tune" or settings.offload == "never":
             return None
+        from lightning_memguard.training.run.offloading import Offloading
+
         return Offloading(*things, self._warn_on_any_rank, settings.offload)
 
     def start_measuring(self) -> None:
@@ -273,6 +275,9 @@ class GuardedRun:
 
     def _show(self, profile: RunProfile) -> None:
         """Show what is known before the first step, which may be the last."""
+        from lightning_memguard.report.loggers import Boards
+        from lightning_memguard.training.run.run_report import folder_of, report_of
+
         facts, title = profile.facts, type(self.module).__name__
         self._folder = self._try_writing("report", lambda: folder_of(self.trainer, facts, self.folders))
         if facts.leaves_files:
@@ -452,6 +457,8 @@ class GuardedRun:
         Raises:
             MemGuardError: there is none.
         """
+        from lightning_memguard.report.page import PAGE_NAME, Page
+
         path = self._folder and self._folder / with_stage(PAGE_NAME, self.stage)
         if path is None or not path.exists():
             raise MemGuardError("This run has no report, because it writes no files.")
@@ -461,6 +468,8 @@ class GuardedRun:
         folder, report = self._folder, self._report
         if folder is None or report is None:
             return None
+        from lightning_memguard.report.page import write_report
+
         report = replace(report, decision=self.decision, records=tuple(self.records))
         paths = self._try_writing("report", lambda: write_report(folder, report, self.stage))
         self._report = report if paths else None  # what failed once is not tried again

@@ -45,15 +45,16 @@ from lightning_memguard.training.data.samples import RunSamples, note_on_cache, 
 from lightning_memguard.training.data.set_sizes import is_kept_as_one
 from lightning_memguard.training.data.sizes_elsewhere import counts_steps, held_elsewhere
 from lightning_memguard.training.data.workers import Workers, host_budgets, ranks_of_host, workers_of
+from lightning_memguard.training.facts.lightning_types import shards
 from lightning_memguard.training.facts.ranks import Attempt, attempt
 from lightning_memguard.training.facts.run_facts import RunFacts
-from lightning_memguard.training.offload.predicted import offloaded
 from lightning_memguard.training.run.guard_settings import GuardSettings
-from lightning_memguard.training.strategies.sharded import Layout
 from lightning_memguard.units import format_bytes
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer
+
+    from lightning_memguard.training.strategies.sharded import Layout
 
 
 @dataclass(frozen=True)
@@ -462,6 +463,15 @@ class Reading:
         return AllocatorSettings.for_device(self.run.facts.device.type, os.environ)
 
 
+def _layout_of(strategy: object) -> Layout | None:
+    """The ranks of a strategy that shards, else None."""
+    if not shards(strategy):
+        return None
+    from lightning_memguard.training.strategies.sharded import Layout
+
+    return Layout.of(strategy)
+
+
 @dataclass(frozen=True)
 class RunReader:
     """A run that is to be read: its objects, and what its own process knows of its device.
@@ -516,11 +526,15 @@ class RunReader:
             stage=facts.stage,
             callback_bytes=self.callback_bytes,
             strategy=facts.strategy,
-            layout=Layout.of(facts.strategy),
+            layout=_layout_of(facts.strategy),
             loaders_at=partial(loaders_at, facts, info),
         )
         always = is_fit and settings.mode == "tune" and settings.offload == "always"
-        return offloaded(program) if always else program
+        if not always:
+            return program
+        from lightning_memguard.training.offload.predicted import offloaded
+
+        return offloaded(program)
 
     def evaluation(
         self, training: LightningProgram, info: LoaderInfo, batches: tuple[Batches, ...]
@@ -680,7 +694,7 @@ def profile_of(reading: Reading, captures: Captures) -> RunProfile:
     unsaved, made = (0, 0)
     datamodule = getattr(run.program.trainer, "datamodule", None)
     if saved and not run.program.layout:
-        unsaved, made = callbacks.unsaved_bytes(module, "cpu", datamodule)
+        unsaved, made = callbacks.unsaved_bytes(module, datamodule)
     return RunProfile(
         run,
         prediction,

@@ -8,6 +8,7 @@ from typing import Any
 
 from lightning_memguard.core.decision.decision import Decision
 from lightning_memguard.core.replay.footprint import Footprint
+from lightning_memguard.training.facts.lightning_port import epochs_saved
 from lightning_memguard.training.facts.ranks import Attempt, attempt
 from lightning_memguard.training.run.guard_settings import GuardSettings
 from lightning_memguard.training.run.profile import RunProfile
@@ -43,11 +44,9 @@ def saved_in(checkpoint: Mapping[str, Any], own_size: int) -> SavedSizes | None:
 
 
 def is_over(checkpoint: Mapping[str, Any], max_epochs: int | None, max_steps: int) -> bool:
-    """Whether a fit that resumes from a checkpoint has no step left; checked on Lightning 2.5.0 to 2.6.6."""
-    progress = checkpoint.get("loops", {}).get("fit_loop", {}).get("epoch_progress", {})
-    epochs = progress.get("current", {}).get("completed", 0)
-    steps = int(checkpoint.get("global_step", 0))
-    return -1 < (-1 if max_epochs is None else max_epochs) <= int(epochs) or -1 < max_steps <= steps
+    """Whether a fit that resumes from a checkpoint has no step left."""
+    epochs, steps = epochs_saved(checkpoint), int(checkpoint.get("global_step", 0))
+    return -1 < (-1 if max_epochs is None else max_epochs) <= epochs or -1 < max_steps <= steps
 
 
 def resume(tuning: Tuning, saved: SavedSizes, settings: GuardSettings) -> Tuning:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from lightning_memguard.core.capture.capture import isolated, trusted_child
 from lightning_memguard.core.decision.decision import Decision
-from lightning_memguard.core.layers.layers import LayerTable
 from lightning_memguard.core.replay.timeline import Timeline, timeline_of
 from lightning_memguard.report.page import PAGE_NAME
 from lightning_memguard.report.page_data import CurvePoint, Report, curve_of
@@ -21,6 +20,8 @@ from lightning_memguard.training.run.profile import RunProfile
 if TYPE_CHECKING:
     from pytorch_lightning import Trainer
     from pytorch_lightning.loggers import Logger
+
+    from lightning_memguard.core.layers.layers import LayerTable
 
 FOLDER = "memguard"  # below default_root_dir, if no logger has a folder of its own
 

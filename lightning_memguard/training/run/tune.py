@@ -18,22 +18,21 @@ from lightning_memguard.core.trace.kept import MOST_EPOCHS, MOST_STEPS, Kept, le
 from lightning_memguard.errors import CannotTraceError, DoesNotFitError, MemGuardError
 from lightning_memguard.training.adapter import callbacks
 from lightning_memguard.training.data.loaders import batches_taken
-from lightning_memguard.training.facts.lightning_types import is_a
+from lightning_memguard.training.facts.lightning_types import is_a, shards
 from lightning_memguard.training.facts.ranks import Ranks, attempt, shared
 from lightning_memguard.training.facts.run_facts import ROLES, Role, RunFacts, Stage, read_run_facts, takes_steps
-from lightning_memguard.training.planning.advise import AdviceReport, try_remedies
 from lightning_memguard.training.run.choose import Choice, Planner, choose
 from lightning_memguard.training.run.earlier_runs import EarlierRuns
 from lightning_memguard.training.run.guard_settings import GuardSettings
 from lightning_memguard.training.run.profile import RunProfile, RunReader
 from lightning_memguard.training.run.progress import SetupLine
-from lightning_memguard.training.strategies.sharded import Layout, refuse_sharded
 from lightning_memguard.units import format_bytes
 
 if TYPE_CHECKING:
     from pytorch_lightning import Callback, LightningModule, Trainer
 
     from lightning_memguard.training.adapter.program import LightningProgram
+    from lightning_memguard.training.planning.advise import AdviceReport
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,9 @@ def tune(trainer: Trainer, module: LightningModule, settings: GuardSettings, sta
         process_bytes = reader.process_bytes
         with Planner(settings, reader, line) as planner:
             size = ranks.agree(planner.read())
-            if Layout.of(facts.strategy):  # on all ranks alike
+            if shards(facts.strategy):  # on all ranks alike
+                from lightning_memguard.training.strategies.sharded import refuse_sharded
+
                 refuse_sharded(module)
             # after the budget, which counts an open context as ours: measuring it opens it
             context = attempt(lambda: process_bytes or Range.exactly(context_bytes(facts.device)))
@@ -187,11 +188,13 @@ def _without_samples(profile: RunProfile) -> RunProfile:
 def _with_advice(error: DoesNotFitError, profile: RunProfile) -> DoesNotFitError:
     """Return the error with remedies for this rank, if there are any; no rank waits for another."""
 
-    def remedies() -> AdviceReport:
+    def remedies() -> AdviceReport | None:
+        from lightning_memguard.training.planning.advise import try_remedies
+
         size, budget = profile.request.smallest_batch_size, profile.budget
         counted = _as_refused(profile, size)
         if counted.prediction.footprint_at(size).most_device_bytes <= budget.usable_bytes:
-            return AdviceReport(())  # another rank is too small, or validation alone does not fit
+            return None  # another rank is too small, or validation alone does not fit
         request = replace(profile.request, batch_size=size)
         return try_remedies(counted.step, size, budget, most_seconds=_ADVICE_SECONDS, request=request)
 

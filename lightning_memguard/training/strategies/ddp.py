@@ -4,20 +4,19 @@ Nothing wraps the shadow Trainer's copy of the module, so what the wrapper would
 moments: torch/nn/parallel/distributed.py, reducer.cpp and comm.cpp in torch/csrc/distributed/c10d; measured on torch
 2.13 with two gloo processes (`tests/training/adapter/test_ddp.py`). Not counted: what NCCL and gloo take outside of
 torch's allocator; a few hundred bytes that live while ranks compare shapes and bucket indices; and when a stream of
-NCCL's lets go of a tensor. Private names of Lightning's DDPStrategy and fit loop are read here, checked on 2.6.6.
+NCCL's lets go of a tensor.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -25,7 +24,8 @@ from torch import nn
 from lightning_memguard.core import torch_port as port
 from lightning_memguard.core.capture.recorder import Recorder
 from lightning_memguard.core.torch_port import AnyBatchNorm, tree_flatten, tree_unflatten
-from lightning_memguard.training.facts.lightning_types import is_a
+from lightning_memguard.training.facts import lightning_port as lightning
+from lightning_memguard.training.facts.lightning_types import wraps_in_ddp
 from lightning_memguard.units import MIB
 
 if TYPE_CHECKING:
@@ -45,13 +45,6 @@ _COMPRESSED = ("fp16_compress_hook", "bf16_compress_hook", "fp16_compress_wrappe
 _UNCOMPRESSED = ("allreduce_hook", "noop_hook")
 _SWITCHES = ("find_unused_parameters", "gradient_as_bucket_view", "static_graph", "batched_grad_copy")
 _NOT_COUNTED = ("mixed_precision", "delay_all_reduce_named_params")
-# Children of DDPStrategy that do not wrap the module in DistributedDataParallel.
-_OTHER_WRAPPERS = ("DeepSpeedStrategy", "XLAStrategy")
-
-
-def wraps_in_ddp(strategy: object) -> TypeGuard[DDPStrategy]:
-    """Whether training under this Lightning strategy wraps the module in DistributedDataParallel."""
-    return is_a(strategy, "DDPStrategy") and not is_a(strategy, *_OTHER_WRAPPERS)
 
 
 def with_bucket_views(program: P) -> P | None:
@@ -62,8 +55,7 @@ def with_bucket_views(program: P) -> P | None:
     own: Any = program
     if not wraps_in_ddp(own.strategy) or Arguments.of(own.strategy).gradient_as_bucket_view:
         return None
-    other = copy.copy(own.strategy)
-    other._ddp_kwargs = {**other._ddp_kwargs, "gradient_as_bucket_view": True}
+    other = lightning.with_ddp_arguments(own.strategy, gradient_as_bucket_view=True)
     return replace(own, strategy=other)  # type: ignore[no-any-return]
 
 
@@ -93,7 +85,7 @@ def attach(strategy: object, module_copy: nn.Module, recorder: Recorder, *, is_f
         return
     _wrap_training_step(module_copy, wrapper)
     _wrap_manual_backward(module_copy, wrapper)
-    if strategy._layer_sync is not None:
+    if lightning.syncs_batch_norm(strategy):
         _exchange_statistics(module_copy, wrapper.arguments.ranks, recorder)
 
 
@@ -165,13 +157,13 @@ class Arguments:
     @classmethod
     def of(cls, strategy: DDPStrategy) -> Arguments:
         """Read them off a DDPStrategy, Lightning's or Fabric's."""
-        given = dict(strategy._ddp_kwargs)
+        given = lightning.ddp_arguments(strategy)
         cap_mb, caps_mb = given.get("bucket_cap_mb"), given.get("bucket_cap_mb_list") or ()
         sizes = [int(mb * MIB) for mb in caps_mb or ([] if cap_mb is None else [cap_mb])]
         broadcast = given.get("broadcast_buffers")
         forward_sync = given.get("forward_sync_buffers")
         old = True if broadcast is None else bool(broadcast)
-        hook = getattr(strategy, "_ddp_comm_wrapper", None) or getattr(strategy, "_ddp_comm_hook", None)  # not Fabric's
+        hook = lightning.ddp_hook(strategy)
         return cls(
             bucket_bytes=tuple(sizes) or (_FIRST_BUCKET_BYTES, _BUCKET_BYTES),
             bucket_bytes_are_listed=bool(caps_mb),
@@ -380,7 +372,7 @@ def _wrap_training_step(module_copy: nn.Module, wrapper: _Wrapper) -> None:
         wrapper.before_forward()
         output = step(*args, **kwargs)
         # all but the last micro-batch before a step leave their gradients on their rank
-        accumulates = module.trainer.fit_loop._should_accumulate()
+        accumulates = lightning.accumulates(module.trainer)
         return wrapper.after_forward(output, syncs=module.automatic_optimization and not accumulates)
 
     module_copy.training_step = inside  # type: ignore[assignment]

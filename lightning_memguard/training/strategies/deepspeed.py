@@ -3,8 +3,7 @@
 The shadow Trainer runs a copy of Lightning's DeepSpeedStrategy, as of any that shards (`.sharded`), and that makes
 DeepSpeed's engine and ZeRO optimizer on fake tensors. This differs from a run in: 1. DeepSpeed's globals are set aside.
 2. Kernels are not built. 3. No gradient overflows. 4. Offload to NVMe is offload to the CPU. 5. Any optimizer may be
-offloaded. Private names of DeepSpeed were checked on 0.19.8 (`benchmarks/deepspeed_truth.py` compares with real steps),
-those of Lightning on 2.5.0 to 2.6.6.
+offloaded. Private names of DeepSpeed were checked on 0.19.8 (`benchmarks/deepspeed_truth.py` compares with real steps).
 """
 
 from __future__ import annotations
@@ -27,11 +26,12 @@ from torch import Tensor, nn
 
 from lightning_memguard.core import torch_port as port
 from lightning_memguard.core.capture.recorder import Recorder
-from lightning_memguard.core.foreign import nothing, patched
+from lightning_memguard.core.foreign import call_around, nothing, patched
 from lightning_memguard.core.simulation import one_rank
 from lightning_memguard.core.simulation.constants import known_value
 from lightning_memguard.core.torch_port import FakeTensor, tree_leaves
 from lightning_memguard.errors import CannotTraceError
+from lightning_memguard.training.facts import lightning_port as lightning
 
 if TYPE_CHECKING:
     from pytorch_lightning.strategies import DeepSpeedStrategy as _Strategy
@@ -171,7 +171,7 @@ def without_kernels() -> Iterator[None]:
 # -- the strategy
 
 
-class ZeroMixin(_Strategy):
+class ZeroMixin(lightning.TellsOptimizer, _Strategy):
     """Lightning's DeepSpeedStrategy on the rank that holds most."""
 
     _initializes = False
@@ -179,7 +179,7 @@ class ZeroMixin(_Strategy):
     def prepare(self) -> None:
         """Let the copy write its own configuration once more: the user's may have been completed for another run."""
         config = copy.deepcopy(self.config) or {}
-        if self._config_initialized:
+        if lightning.completes_again(self):
             for name in ("gradient_accumulation_steps", "gradient_clipping", "fp16", "bf16"):
                 config.pop(name, None)
         config.pop("train_batch_size", None)  # the ranks planned for may be others
@@ -188,7 +188,7 @@ class ZeroMixin(_Strategy):
             if (zero.get(name) or {}).get("device") == "nvme":
                 zero[name] = {"device": "cpu"}
         config["zero_force_ds_cpu_optimizer"] = False
-        self.config, self._config_initialized = config, False
+        self.config = config
 
     def setup_environment(self) -> None:
         """Choose DeepSpeed's accelerator; the process group is there."""
@@ -213,13 +213,12 @@ class ZeroMixin(_Strategy):
         with patched(self, _initializes=True):
             super().init_deepspeed()
 
-    def _init_optimizers(self) -> Any:
-        optimizer, scheduler = super()._init_optimizers()
+    def optimizer_made(self, optimizer: Any) -> None:
+        """Become the rank that holds most."""
         rank = 0 if self.zero_stage_3 else fullest_rank(optimizer, one_rank.ranks_here())
         if rank:
             one_rank.become(rank)
             self._join()
-        return optimizer, scheduler
 
 
 def with_whole_parameters(strategy: Any) -> Any:
@@ -258,20 +257,8 @@ def step_partitions(optimizer: Any) -> None:
         part.grad = None
 
 
-def is_deepspeeds(value: object) -> bool:
-    """Whether it is an engine or a ZeRO optimizer."""
-    return type(value).__module__.startswith("deepspeed.")
-
-
-def steps_now(model: Any) -> bool:
-    """Whether a micro-batch ends with a step; Lightning leaves it to DeepSpeed's engine to count."""
-    return not is_deepspeeds(model) or bool(model.is_gradient_accumulation_boundary())
-
-
 def label(model: Any, recorder: Recorder) -> None:
     """Label what DeepSpeed's engine has allocated, and what it will."""
-    if not is_deepspeeds(model):
-        return
     optimizer = model.optimizer
     recorder.label([p.ds_tensor for p in model.module.parameters() if hasattr(p, "ds_tensor")], "parameters")
     for name, part in _PARTS.items():
@@ -296,19 +283,3 @@ def label(model: Any, recorder: Recorder) -> None:
         )
     for name, part in (("all_gather_into_tensor", "gathered"), ("all_reduce", "communication")):
         call_around(_part("comm.comm").cdb, name, before=functools.partial(label_flat, part))
-
-
-def call_around(
-    owner: object, name: str, before: Callable[..., object] = nothing, after: Callable[..., object] = nothing
-) -> None:
-    """Call functions before and after a method, if there is one, with its arguments."""
-    method = getattr(owner, name, nothing)
-
-    @functools.wraps(method)
-    def calling(*args: object, **kwargs: object) -> Any:
-        before(*args, *kwargs.values())
-        result = method(*args, **kwargs)
-        after(*args, *kwargs.values())
-        return result
-
-    setattr(owner, name, calling)

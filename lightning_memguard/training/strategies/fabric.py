@@ -1,7 +1,7 @@
 """A plain module on one of several ranks, set up as Fabric sets it up: FSDP, FSDP2, tensor parallelism and DDP.
 
 Fabric's own strategy wraps the copy, as the first rank of a process group whose other ranks do not exist; but for DDP,
-which is counted by rule. Private names of Fabric were checked on 2.6.6.
+which is counted by rule.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from lightning_memguard.core.capture.capture import quiet
 from lightning_memguard.core.capture.program import LoopProgram, device_to_run_on
 from lightning_memguard.core.capture.recorder import Recorder
 from lightning_memguard.errors import MemGuardError
-from lightning_memguard.training.facts.lightning_types import is_a
+from lightning_memguard.training.facts import lightning_port as lightning
+from lightning_memguard.training.facts.lightning_types import is_a, wraps_in_ddp
 from lightning_memguard.training.strategies import ddp
 from lightning_memguard.training.strategies.sharded import CAPTURED, Layout, refuse_sharded
 
@@ -54,7 +55,7 @@ def strategy_of(strategy: object) -> Any:
         if name.startswith(_NAMES) and name in strategies.STRATEGY_REGISTRY:
             with quiet():
                 return strategies.STRATEGY_REGISTRY.get(name)
-    elif is_fabrics(strategy) and (is_a(strategy, *CAPTURED) or ddp.wraps_in_ddp(strategy)):
+    elif is_fabrics(strategy) and (is_a(strategy, *CAPTURED) or wraps_in_ddp(strategy)):
         return strategy
     given = repr(strategy) if isinstance(strategy, str) else f"{type(strategy).__module__}.{type(strategy).__name__}"
     raise MemGuardError(
@@ -124,14 +125,11 @@ class FabricProgram(LoopProgram):
             if layout is not None:
                 own.num_nodes = self.nodes
                 if is_a(own, "FSDPStrategy"):
-                    own._fsdp_kwargs = layout.arguments(own._fsdp_kwargs)
+                    lightning.change_fsdp_arguments(own, layout.arguments)
                 layout.place(own, device)
                 own.setup_environment()
                 module_copy = own.setup_module(module_copy)
-        wrappers = importlib.import_module(f"{_package_of(own)}.wrappers")
-        wrapped: Any = wrappers._FabricModule(module_copy, own, original_module=original)
-        wrapped._register_backward_hook = lambda tensor: tensor  # it asks for ``fabric.backward``
-        return wrapped  # type: ignore[no-any-return]
+        return lightning.fabric_module(_package_of(own), module_copy, own, original)  # type: ignore[no-any-return]
 
     def _precision_on(self, device: torch.device) -> Any:
         """The plugin that Fabric's connector makes for the strategy."""
@@ -145,5 +143,5 @@ class FabricProgram(LoopProgram):
         return kinds[name]() if name in kinds else plugins.HalfPrecision(name)
 
     def _begin(self, recorder: Recorder, module_copy: Any) -> None:
-        if ddp.wraps_in_ddp(self.strategy):
-            ddp.attach_to_plain(self.strategy, module_copy._forward_module, recorder)
+        if wraps_in_ddp(self.strategy):
+            ddp.attach_to_plain(self.strategy, lightning.inside_fabric_module(module_copy), recorder)

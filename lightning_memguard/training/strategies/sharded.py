@@ -2,13 +2,11 @@
 
 The shadow Trainer is given a copy of the user's own strategy, as the first rank of a process group whose other ranks do
 not exist (`lightning_memguard.core.simulation.one_rank`): what it wraps, gathers and reduces is seen like all else.
-Private names of Lightning were checked on 2.5.0 to 2.6.6.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -20,6 +18,7 @@ from lightning_memguard.core import torch_port as port
 from lightning_memguard.core.foreign import nothing
 from lightning_memguard.core.simulation.one_rank import one_rank_of
 from lightning_memguard.errors import CannotTraceError
+from lightning_memguard.training.facts import lightning_port as lightning
 from lightning_memguard.training.facts.lightning_types import is_a
 from lightning_memguard.training.strategies import deepspeed
 
@@ -71,8 +70,7 @@ class Layout:
     @property
     def saves_shards(self) -> bool:
         """Whether each rank writes its own part of a checkpoint, without gathering it on the host."""
-        sharded = getattr(self.strategy, "_state_dict_type", "") == "sharded"
-        return self.is_deepspeed or sharded or bool(getattr(self.strategy, "_save_distributed_checkpoint", False))
+        return self.is_deepspeed or lightning.saves_shards(self.strategy)
 
     @property
     def is_deepspeed(self) -> bool:
@@ -83,6 +81,16 @@ class Layout:
     def whole(self) -> Layout:
         """Return the layout of the ranks, each with all parameters between two steps if DeepSpeed would divide them."""
         return replace(self, strategy=deepspeed.with_whole_parameters(self.strategy)) if self.is_deepspeed else self
+
+    def refuse_divided(self, module: nn.Module) -> None:
+        """Refuse a module that an earlier run has divided among its ranks.
+
+        Raises:
+            CannotTraceError: it is.
+        """
+        refuse_sharded(module)
+        if self.is_deepspeed:
+            deepspeed.refuse_partitioned(module)
 
     @contextlib.contextmanager
     def one_rank(self) -> Iterator[None]:
@@ -113,8 +121,7 @@ class Layout:
         own = kind.__new__(kind)
         vars(own).update(vars(self.strategy))
         kwargs = self.arguments(getattr(own, "kwargs", {}))
-        unused = {name: copy.copy(value) for name, value in _BEFORE_SETUP.items() if name in vars(own)}
-        vars(own).update(kwargs=kwargs, num_nodes=self.nodes, start=start, **unused)
+        vars(own).update(kwargs=kwargs, num_nodes=self.nodes, start=start, **lightning.as_before_setup(own))
         self.place(own, device, trainer.strategy.accelerator)
         own.precision_plugin = precision
         if self.is_deepspeed:
@@ -144,7 +151,7 @@ class Layout:
 def communicators(strategy: Any) -> int:
     """How many groups of several ranks a rank talks to: all of them, and those of its row and column in a mesh."""
     if is_a(strategy, "ModelParallelStrategy"):
-        return 1 + (strategy._data_parallel_size != 1) + (strategy._tensor_parallel_size != 1)  # type: ignore[no-any-return]
+        return 1 + lightning.mesh_dimensions(strategy)
     return 3 if is_a(strategy, "FSDPStrategy") and "HYBRID" in strategy.sharding_strategy.name else 1
 
 
@@ -191,17 +198,8 @@ class _Environment:
     set_world_size = set_global_rank = teardown = validate_settings = staticmethod(nothing)
 
 
-# What an earlier setup may have set, as it is before a setup.
-_BEFORE_SETUP: Mapping[str, Any] = {
-    **dict.fromkeys(("_lightning_module", "_model", "_launcher", "_device_mesh")),
-    **{name: [] for name in ("_optimizers", "_lightning_optimizers", "lr_scheduler_configs")},
-}
-
-
-class OneRankStrategyMixin(_Strategy):
+class OneRankStrategyMixin(lightning.TellsWrapped, _Strategy):
     """The user's strategy on the first of its ranks: it makes of the copy what it makes of the module."""
-
-    start: Callable[[Any], None]
 
     def barrier(self, *_: object, **__: object) -> None:
         pass
@@ -216,11 +214,6 @@ class OneRankStrategyMixin(_Strategy):
         super().model_to_device()  # type: ignore[safe-super]
         if not is_a(self, "FSDPStrategy"):
             self.start(self.model)  # from here on storages are recorded
-
-    def _setup_model(self, model: nn.Module) -> nn.Module:  # of FSDP, which wraps here
-        wrapped = super()._setup_model(model)
-        self.start(wrapped)
-        return wrapped
 
     def teardown(self) -> None:
         pass  # moves the model to the CPU

@@ -22,9 +22,9 @@ from torch.utils.data import (
 )
 
 from lightning_memguard import CannotResizeLoaderError, CannotTraceError
-from lightning_memguard.training.adapter.loader_access import set_batch_size, set_data_source
 from lightning_memguard.training.data import loaders, samples
 from lightning_memguard.training.data.resizing import resize
+from lightning_memguard.training.facts.lightning_port import data_source, set_batch_size
 from lightning_memguard.training.facts.run_facts import read_run_facts
 
 
@@ -275,7 +275,7 @@ def test_a_setup_that_reads_its_trainer_runs_on_the_copy_and_its_loggers_are_sil
     run, module = trainer(logger=CSVLogger(".")), Reads()
     run.strategy.connect(module)
     module.trainer = run
-    set_data_source(run, module)
+    data_source(run.fit_loop).instance = module
     assert loaders.find(read_run_facts(run), "train").batch_size == 4
     assert (seen, run.logger.experiment.metrics) == (["cpu"], [])
 
@@ -290,7 +290,7 @@ def test_a_loader_hook_that_fails_leaves_torchs_classes_as_they_were(trainer: An
     before = DataLoader.__init__, BatchSampler.__init__
     run = trainer()
     run.strategy.connect(Fails())
-    set_data_source(run, run.lightning_module)
+    data_source(run.fit_loop).instance = run.lightning_module
     with pytest.raises(ValueError, match="no data today"):
         loaders.find(read_run_facts(run), "train")
     assert (DataLoader.__init__, BatchSampler.__init__) == before

@@ -36,7 +36,6 @@ from lightning_memguard.training.planning.remedies import BlockCost, EightBitAda
 from lightning_memguard.training.planning.search import largest_that_runs, with_retries
 from lightning_memguard.training.planning.subject import trainer_for
 from lightning_memguard.training.run import choose as choose_module
-from lightning_memguard.training.run import tune as tuning_module
 from lightning_memguard.units import KIB, MIB
 
 pytestmark = pytest.mark.usefixtures("all_here")
@@ -486,7 +485,7 @@ def test_advising_that_fails_does_not_hide_the_error(refused: Any, monkeypatch: 
     def fail(*_: Any, **__: Any) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(tuning_module, "try_remedies", fail)
+    monkeypatch.setattr(advise_module, "try_remedies", fail)
     error = refused(3000 * KIB)
     assert error.advice == ()
     assert "The largest part is " in str(error)
