@@ -287,7 +287,6 @@ def is_image(row: dict[str, str]) -> bool:
 
 def predict(row: dict[str, str]) -> Run:
     from lightning_memguard.core.replay.footprint import footprint
-    from lightning_memguard.core.replay.replay import Replay, within_capacity
 
     started = time.perf_counter()
     loop = captured(row)
@@ -297,8 +296,7 @@ def predict(row: dict[str, str]) -> Run:
     adjustment = (LAZY_KERNELS if row["version"].startswith("2025") else 0) - loop.setup
     assert found.low is not None
     assert found.high is not None
-    cases = (within_capacity(loop.trace.only(case), settings, Replay.of) for case in ("low", "point", "high"))
-    reserved = [each.peak_reserved_bytes for each in cases]
+    replayed = [found.peak, *(peak for doubt in found.doubts if doubt.kind != "cache" for peak in doubt.peaks)]
     return Run(
         model=row["model"],
         optimizer=row["optimizer"],
@@ -312,8 +310,8 @@ def predict(row: dict[str, str]) -> Run:
         predicted=found.peak_reserved_bytes + adjustment,
         low=found.low.device_bytes,
         high=found.high.device_bytes,
-        least=min(reserved) + loop.late[0],
-        most=max(reserved) + loop.late[-1],
+        least=min(peak.device_bytes for peak in replayed),
+        most=max(peak.device_bytes for peak in replayed),
         setup=loop.setup,
         allocated=found.peak_allocated_bytes,
         slack=found.peak_reserved_bytes - least_capacity(loop.trace, loop.settings, found.peak_reserved_bytes),

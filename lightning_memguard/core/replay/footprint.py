@@ -327,7 +327,7 @@ def footprint(trace: Trace, settings: AllocatorSettings, context_bytes: Range[in
     firm = max(result.peak_reserved_bytes, _firm_bytes(trace, result, replays[-1], settings))
     addresses_matter = settings.kind == "cuda" and not settings.expandable_segments
     if addresses_matter and any(event.case == "first" for event in trace.events):
-        replays.append(_replay(trace, "first", settings))
+        replays += [_replay(trace, case, settings) for case in ("first", "backward")]
     found = found.doubted("unknown blocks" if cases else "process", *_peaks(replays, (least, most)))
     if addresses_matter:
         other = replace(settings, segments_descend=not settings.segments_descend)

@@ -84,7 +84,8 @@ CASES = ("low", "point", "high", "first")
 """Sizes (at least, most likely, at most) of a block that is not known exactly, such as a convolution's workspace.
 
 ``first`` is what is likely, but for the workspaces of the first forward pass, which are others that are as plausible
-there: a larger block that is freed before the second can leave a smaller reserve, by filling gaps better."""
+there: a larger block that is freed before the second can leave a smaller reserve, by filling gaps better. A trace can
+also be asked for ``backward``: what is likely, without the workspaces of forward convolutions."""
 
 WAITS = "record_stream"
 """The operator of a placeholder: of a free block whose memory waits for another stream (``record_stream``).
@@ -195,14 +196,11 @@ class Trace:
         return any(is_note(note, kind) for note in self.notes)
 
     def only(self, case: str) -> Trace:
-        """The events of one of `CASES`; the same trace if nothing is uncertain."""
+        """The events of one of `CASES`, or of a mixture of them; the same trace if nothing is uncertain."""
         if not any(event.case for event in self.events):
             return self
-        if case == "first":
-            asked = ("first" if _is_first_scratch(event) else "point" for event in self.events)
-            events = tuple(event for event, like in zip(self.events, asked, strict=True) if event.case in ("", like))
-        else:
-            events = tuple(event for event in self.events if event.case in ("", case))
+        mixed = _MIXED.get(case)
+        events = tuple(event for event in self.events if event.case in ("", mixed(event) if mixed else case))
         return replace(self, events=events, kernels=(), scratch_spans=())
 
     def plus(self, parts: Mapping[str, int]) -> Trace:
@@ -255,8 +253,18 @@ class Trace:
         return len(self.events)
 
 
+def _is_forward_scratch(event: Event) -> bool:
+    return event.part == "workspaces" and event.phase == "forward" and "convol" in event.operator
+
+
 def _is_first_scratch(event: Event) -> bool:
-    return event.part == "workspaces" and (event.step, event.phase) == (0, "forward") and "convol" in event.operator
+    return event.step == 0 and _is_forward_scratch(event)
+
+
+_MIXED: dict[str, Callable[[Event], str]] = {
+    "first": lambda event: "first" if _is_first_scratch(event) else "point",
+    "backward": lambda event: "low" if _is_forward_scratch(event) else "point",
+}
 
 
 def moments_of(scratch: Scratch, place: int | None) -> tuple[Moment, ...]:

@@ -241,6 +241,20 @@ def test_a_workspace_of_the_first_forward_pass_is_a_scenario_of_its_own():
     assert found.low.reserved_bytes == 80 * MIB - less  # 40 are cut from 60, which then serve 60
 
 
+def test_workspaces_of_the_backward_pass_alone_are_a_scenario():
+    """One of the forward pass leaves a segment for two blocks that join again; two segments of their own do not."""
+    copies = Plans(Range(0, 60 * MIB, 60 * MIB), (60 * MIB, 0))
+    held = Event("alloc", 0, 3 * MIB, "parameters", "setup")
+    forward = held._replace(phase="forward", operator="aten.convolution.default", part="workspaces")
+    backward = forward._replace(phase="backward", operator="aten.convolution_backward.default")
+    blocks = [Event(action, block, 30 * MIB) for action in ("alloc", "free") for block in (1, 2)]
+    before = scratch_events((copies._replace(first=60 * MIB),), -1, forward)
+    trace = trace_of(held, *before, *blocks, *scratch_events((copies,), -9, backward), device="cuda")
+    found = footprint(trace, CUDA)
+    more = int(MORE_CACHED * found.peak_allocated_bytes)
+    assert [found.peak_reserved_bytes, found.highest.reserved_bytes] == [80 * MIB, 140 * MIB + more]
+
+
 def test_a_footprint_prints_in_one_readable_line():
     found = footprint(trace_of(Event("alloc", 0, 3 * MIB, "activations", "forward", module="net.0")), EXACT)
     assert repr(found.plus_outside(MIB)) == (
