@@ -156,11 +156,9 @@ CEREBRAS = {"n_layer": 10, "n_inner": 3072, "n_positions": 2048, "activation_fun
 
 
 def stepping(forward: Callable[[Any, Any], Any], loss: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    outputs = []
-
     def step(model: Any, batch: Any) -> Any:
-        outputs[:] = [forward(model, batch)]  # a loop's variable: alive until the next forward pass has run
-        return loss(outputs[0], batch)
+        outputs = forward(model, batch)  # a loop's variable: alive until the next forward pass has run
+        return loss(outputs, batch), outputs
 
     return step
 
