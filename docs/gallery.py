@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 TRAININGS = {
     "digits": ["examples/quickstart.py", "--epochs", "2"],
     "char_gpt": ["examples/char_gpt.py", "--steps", "20", "--budget", "80MiB"],
-    "long_tail": ["examples/long_tail.py", "--steps", "30"],
+    "long_tail": ["examples/long_tail.py", "--late"],
     "fsdp": ["examples/fsdp.py"],
     "frozen": ["docs/frozen.py"],
 }

@@ -100,3 +100,18 @@ def test_pages_of_the_site_link_to_pages_of_the_site() -> None:
 
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= 900
+
+
+def test_the_pages_are_short() -> None:
+    """A page that grows takes something out."""
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    assert sum(len(page.read_text(encoding="utf-8").split()) for page in pages) <= 15_500
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").rglob("*.md")), ids=lambda page: page.name)
+def test_a_page_says_first_whom_it_is_for(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    if not text.startswith("```{include}"):
+        heading, first = text.split("\n\n")[:2]
+        assert heading.startswith("# ")
+        assert first.startswith("For anyone who")

@@ -130,7 +130,7 @@ def test_the_notebook_runs_from_top_to_bottom_and_shows_each_thing_as_html(tmp_p
     run_script(ROOT / "docs" / "tour.py", tmp_path, str(tmp_path))
     page = (tmp_path / "gallery" / "tour" / "tour.html").read_text(encoding="utf-8")
     shown = page.split('<div class="shown">')[1:]
-    marks = ("Peak allocated", "Tesla T4", "Conv2d", "batch size 128", "<iframe srcdoc=")
+    marks = ("Peak allocated", "Tesla T4", "Conv2d", "batch size 256", "<iframe srcdoc=")
     assert len(shown) == len(marks)
     assert all(mark in html for mark, html in zip(marks, shown, strict=True))
     cells = json.loads((ROOT / "examples" / "tour.ipynb").read_text(encoding="utf-8"))["cells"]
