@@ -317,6 +317,14 @@ def attention_order() -> list[int]:
     return torch._C._get_sdp_priority_order()
 
 
+def flexible_attention() -> dict[Any, tuple[Function, Function]]:
+    """Give FlexAttention and its backward pass rules under a mode: for each what makes its results, and its formula."""
+    of: Any = importlib.import_module("torch._higher_order_ops.flex_attention")
+    made: Any = find("torch._higher_order_ops.utils.registered_hop_fake_fns")
+    key = torch._C.DispatchKey.CompositeExplicitAutograd
+    return {each: (made[each], each.py_kernels[key]) for each in (of.flex_attention, of.flex_attention_backward)}
+
+
 def multiplies_bfloat16() -> bool:
     """Know whether this processor multiplies bfloat16."""
     return torch.cpu._is_avx512_bf16_supported()

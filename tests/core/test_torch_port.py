@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import create_block_mask
 from torch.nn.functional import mse_loss
 from torch.overrides import TorchFunctionMode
 
@@ -392,6 +393,14 @@ def test_the_order_of_attention_is_what_a_user_set():
     with sdpa_kernel(order, set_priority=True):
         assert port.attention_order()[:2] == [each.value for each in order]
     assert SDPBackend.MATH.value in port.attention_order()
+
+
+def test_flexible_attention_has_its_results_and_its_formula():
+    q = torch.ones(1, 2, 16, 8)
+    no_blocks = create_block_mask(lambda _, __, query, key: query >= key, None, None, 16, 16, "cpu")
+    (results, formula), _ = port.flexible_attention().values()
+    given = (q, q, q, lambda score, *_: score, no_blocks.as_tuple(), 1.0, {})
+    assert [each.shape for each in results(*given)] == [each.shape for each in formula(*given)]
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64" or sys.platform != "linux", reason="reads /proc/cpuinfo")

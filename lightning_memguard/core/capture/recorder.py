@@ -38,6 +38,7 @@ from lightning_memguard.core.simulation import (
     fake_cuda,
     faking,
     fast_paths,
+    flex,
     mkldnn_lstm,
     one_rank,
     quantized,
@@ -596,6 +597,7 @@ def watching(recorder: Recorder, module: nn.Module) -> Iterator[None]:
         exits.enter_context(streams.watched(recorder))
         paths_mode = _ModulePaths(recorder, walked=walked)
         exits.enter_context(one_rank.watched(recorder.note_resized, recorder.paused))
+        exits.enter_context(flex.watched(Recorder, fused=not recorder.compiled))
         if walked:
             exits.enter_context(walking(paths_mode.enter_node))
         if recorder.compiled:

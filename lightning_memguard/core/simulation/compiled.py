@@ -215,9 +215,10 @@ def _in_memory(watched: Callable[[Callable[[Any], Any]], Callable[[Any], Any]]) 
         **__: object,
     ) -> types.ModuleType:
         module = types.ModuleType(f"torch._inductor.runtime.compile_tasks.{key}")
-        module.__file__ = path
-        with _triton_importable():
-            exec(compile(sources[path], path, "exec", dont_inherit=True), module.__dict__)  # noqa: S102 - as torch does
+        module.__file__, vars(module)["key"] = path, key
+        if "AsyncCompile()" in sources[path]:  # a program, not the kernel that a template makes, which needs Triton
+            with _triton_importable():
+                exec(compile(sources[path], path, "exec", dont_inherit=True), module.__dict__)  # noqa: S102 - as torch does
         vars(module).update(attrs or {})
         if "call" in vars(module):
             vars(module)["call"] = watched(vars(module)["call"])

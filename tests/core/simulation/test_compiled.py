@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
 from lightning_memguard import estimate
@@ -216,17 +218,19 @@ def test_a_checkpoint_inside_of_a_compiled_module_is_recomputed():
 GPU = "NVIDIA A100-SXM4-40GB"
 
 
+causal_attention = partial(nn.functional.scaled_dot_product_attention, is_causal=True)
+
+
 class Attending(nn.Module):
     """Attends in bfloat16, and computes the sine of a cosine of a product whose width is odd."""
 
-    def __init__(self) -> None:
+    def __init__(self, attend: Any = causal_attention) -> None:
         super().__init__()
-        self.packed, self.out = nn.Linear(128, 3 * 128), nn.Linear(128, 1001)
+        self.packed, self.out, self.attend = nn.Linear(128, 3 * 128), nn.Linear(128, 1001), attend
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = (each.unflatten(-1, (2, 64)).transpose(1, 2) for each in self.packed(x).chunk(3, -1))
-        found = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out(found.transpose(1, 2).flatten(2)).cos().sin()
+        return self.out(self.attend(q, k, v).transpose(1, 2).flatten(2)).cos().sin()
 
 
 def attending(model: nn.Module) -> Any:
@@ -246,6 +250,13 @@ def test_a_step_compiled_for_a_gpu_fuses_what_is_not_a_kernel_of_its_libraries(o
     assert not operators & {"aten.cos.default", "aten.sin.default", "aten.bmm.default"}
     kept = [sum(each.nbytes for each in found.trace if is_wide(each)) for found in (written, on_gpu)]
     assert kept == [2 * WIDE, WIDE]  # the product and its cosine; the product alone
+
+
+@pytest.mark.parametrize(("attend", "tables"), [(flex_attention, True), (torch.compile(flex_attention), False)])
+def test_flexible_attention_makes_its_table_of_scores_where_it_is_not_compiled(attend, tables):
+    found = attending(Attending(attend))
+    assert found.method == "compiled"  # torch compiles it to run its formula
+    assert any(event.nbytes == 4 * 2 * 256 * 256 * 4 for event in found.trace) is tables
 
 
 WIDE = 4 * 256 * 1001 * 2  # bytes
