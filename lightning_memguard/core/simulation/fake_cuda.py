@@ -115,8 +115,10 @@ def simulated_cuda(gpu: Gpu) -> Iterator[None]:
     with suppress(RuntimeError):  # its first call checks the GPU: for one that needs an older cuDNN, rules are enough
         torch.backends.cudnn.version()
     with ExitStack() as exits:
-        for name, answer in _torch_cuda_of(gpu).items():
-            exits.enter_context(patched(torch.cuda, **{name: answer}))
+        answers = _torch_cuda_of(gpu)
+        for home, named in ((torch.cuda, answers), (torch.accelerator, _torch_accelerator_of(answers))):
+            for name, answer in named.items():
+                exits.enter_context(patched(home, **{name: answer}))
         exits.enter_context(port.gpus_not_initialized())
         exits.enter_context(quantized.cuda_simulated())
         pin: Function = torch.Tensor.pin_memory
@@ -170,6 +172,17 @@ def _torch_cuda_of(gpu: Gpu) -> dict[str, Function]:
         **streams.functions(),
         **dict.fromkeys(_COMMANDS, lambda *_: None),
         **dict.fromkeys((*_COUNTERS, *_RESETS), lambda *_, **__: 0),
+    }
+
+
+def _torch_accelerator_of(answers: dict[str, Function]) -> dict[str, Function]:
+    """Functions of `torch.accelerator`, which asks the device past `torch.cuda`."""
+    alike = "is_available", "device_count", "current_stream", "set_stream", "synchronize", *_COUNTERS, *_RESETS
+    return {
+        "current_accelerator": lambda *_, **__: torch.device("cuda"),
+        "current_device_index": answers["current_device"],
+        "set_device_index": answers["set_device"],
+        **{name: answers[name] for name in alike if hasattr(torch.accelerator, name)},
     }
 
 

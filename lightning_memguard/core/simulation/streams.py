@@ -44,6 +44,9 @@ class FakeStream:
     def query(self) -> bool:  # noqa: D102
         return True
 
+    def is_capturing(self) -> bool:  # noqa: D102
+        return False
+
     def __enter__(self) -> Self:
         _streams.append(self)
         return self

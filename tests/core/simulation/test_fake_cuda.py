@@ -231,6 +231,8 @@ def test_a_step_may_ask_for_cuda_and_wait_for_it() -> None:
         loss = (model(x.to(device)) * weight).sum()
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
+        torch.accelerator.current_stream().wait_event(torch.cuda.Event())
+        assert torch.accelerator.current_accelerator().type == device
         seen.append((device, loss.device.type, torch.cuda.memory_allocated()))
         return loss
 
