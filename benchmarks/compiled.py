@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._functorch.config
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
@@ -198,9 +199,11 @@ def _uncompiled(model: nn.Module) -> nn.Module:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these cases only")
+    parser.add_argument("--budget", type=float, default=1.0, help="torch._functorch.config.activation_memory_budget")
     parser.add_argument("--json", metavar="FILE", help="also write every number to this file")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
+    torch._functorch.config.activation_memory_budget = arguments.budget
     cases = {case.name: case for case in CASES}
     print(
         f"{'case':<12} {'batch':>5} {'eager MiB':>10} {'predicted MiB':>13} {'measured MiB':>12} {'error %':>8} "

@@ -29,6 +29,7 @@ from lightning_memguard.core.device.out_of_memory import causes_of, ran_out_of_m
 from lightning_memguard.core.foreign import reason_of
 from lightning_memguard.core.isolation.pool import Children, StoppedError, in_child, tell
 from lightning_memguard.core.kernels import onednn
+from lightning_memguard.core.simulation import compiled
 from lightning_memguard.core.simulation.fake import isolated_rng, run_on_one_thread, seed_all
 from lightning_memguard.core.simulation.fake_cuda import leave_driver_alone
 from lightning_memguard.core.simulation.faking import ValueNeededError
@@ -55,12 +56,14 @@ class Variant:
         shares: how large the results are whose size depends on values.
         epoch: of which the real batch is the largest, in place of the one with that number.
         answers: what the step reads of its tensors' values, if it runs compiled.
+        saving: the share of what compiled graphs would save for the backward pass that they may; None: as set.
     """
 
     number: int = 0
     shares: Shares = ()
     epoch: Epoch | None = None
     answers: Answers = ()
+    saving: float | None = None
 
 
 FIRST = Variant()
@@ -419,7 +422,8 @@ def _recorded(
                 seed_all(variant.number)
             epoch = variant.epoch and variant.epoch._replace(steps=program.steps_of_epoch(batch_size))
             try:
-                program.of_draw(variant.number, epoch).run(recorder, batch_size, fake=method != "real")
+                with compiled.saving(variant.saving):
+                    program.of_draw(variant.number, epoch).run(recorder, batch_size, fake=method != "real")
             except StoppedError:
                 recorder.keep_activations()
                 return recorder.trace(batch_size, "cut"), recorder.counters

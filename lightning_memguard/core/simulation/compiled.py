@@ -19,7 +19,7 @@ import threading
 import types
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -118,8 +118,16 @@ _QUIET = {  # of `torch._inductor.config`: nothing is cached on disk, and no pro
 }
 
 
+_BY_FLOPS = (
+    "torch.compile chooses by their speed which operators to compute again (activation_memory_budget_runtime_estimator"
+    ' = "profile"): predicted by their FLOPs, as by its default'
+)
+
+
 class Watcher(Protocol):
     """Notes what a compilation cannot decide without a device; a recorder is one."""
+
+    assumptions: dict[str, None]
 
     def note_autotuning(self) -> None:
         """Something is compiled whose kernels torch would choose by their speed."""
@@ -129,6 +137,19 @@ class Watcher(Protocol):
 
     def pooled(self, call: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """Return a compiled program that is watched while it runs."""
+
+
+def share_saved() -> float:
+    """The share of what a compiled graph would save for its backward pass that the user lets it save."""
+    return importlib.import_module("torch._functorch.config").activation_memory_budget  # type: ignore[no-any-return]
+
+
+def saving(share: float | None) -> AbstractContextManager[None]:
+    """Let graphs that are compiled save so much; None: as much as the user lets them."""
+    if share is None:
+        return nullcontext()
+    functorch: Any = importlib.import_module("torch._functorch.config")
+    return functorch.patch(activation_memory_budget=share)  # type: ignore[no-any-return]
 
 
 @contextmanager
@@ -147,6 +168,9 @@ def compiling(watcher: Watcher) -> Iterator[None]:
         exits.enter_context(inductor.patch({name: value for name, value in quiet.items() if name in inductor._config}))
         functorch: Any = importlib.import_module("torch._functorch.config")
         exits.enter_context(functorch.patch(enable_autograd_cache=False, graphsafe_rng_functionalization=False))
+        if share_saved() < 1 and functorch.activation_memory_budget_runtime_estimator == "profile":
+            watcher.assumptions[_BY_FLOPS] = None
+            exits.enter_context(functorch.patch(activation_memory_budget_runtime_estimator="flops"))
         patches = (*_without_kernels(), *_in_memory(watcher.pooled), *_through_dispatch(), *_when_walked())
         for home, name, instead in (*patches, _without_timing(watcher, always)):
             exits.enter_context((added if name == "open" else patched)(home, **{name: instead}))

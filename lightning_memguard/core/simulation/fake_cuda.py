@@ -176,13 +176,13 @@ def _torch_cuda_of(gpu: Gpu) -> dict[str, Function]:
 
 
 def _torch_accelerator_of(answers: dict[str, Function]) -> dict[str, Function]:
-    """Functions of `torch.accelerator`, which asks the device past `torch.cuda`."""
+    """Functions of `torch.accelerator`: objects of their own, as Dynamo has a table of both modules' functions."""
     alike = "is_available", "device_count", "current_stream", "set_stream", "synchronize", *_COUNTERS, *_RESETS
     return {
         "current_accelerator": lambda *_, **__: torch.device("cuda"),
-        "current_device_index": answers["current_device"],
-        "set_device_index": answers["set_device"],
-        **{name: answers[name] for name in alike if hasattr(torch.accelerator, name)},
+        "current_device_index": functools.partial(answers["current_device"]),
+        "set_device_index": functools.partial(answers["set_device"]),
+        **{name: functools.partial(answers[name]) for name in alike if hasattr(torch.accelerator, name)},
     }
 
 

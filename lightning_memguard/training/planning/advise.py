@@ -5,6 +5,7 @@ Nothing is estimated by a rule of thumb: a remedy that cannot run is left out.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
@@ -13,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from lightning_memguard.core.capture.capture import CaptureFailedError, UserCode
+from lightning_memguard.core.capture.capture import CaptureFailedError, UserCode, Variant, capture
 from lightning_memguard.core.capture.curve import Curve
 from lightning_memguard.core.capture.predict import Prediction, Surveyor, terms_of
 from lightning_memguard.core.decision.advice import Advice, in_order
@@ -22,7 +23,7 @@ from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.core.replay.settings import VARIABLE
 from lightning_memguard.core.trace.trace import Method
 from lightning_memguard.errors import CannotTraceError, DoesNotFitError
-from lightning_memguard.training.planning.remedies import Family, Remedy, families_for
+from lightning_memguard.training.planning.remedies import Family, Remedy, budgets_of_graphs, families_for
 from lightning_memguard.training.planning.search import setting_that_saves
 
 _KINDS_PAIRED = 4  # the best remedy of each of so many kinds is tried in pairs: at most six
@@ -63,7 +64,7 @@ def try_remedies(
     """Find out what would make a step take less memory, by predicting it with each remedy and with two of them.
 
     Args:
-        prediction: the step as it is; what it compiles is compared as written.
+        prediction: the step as it is; what it compiles is compared as written, but for what the compiler may save.
         batch_size: samples per batch.
         budget: what the step is to fit into.
         combinations: try pairs of the best remedies too.
@@ -72,9 +73,13 @@ def try_remedies(
         request: which batch sizes may be chosen, to say which is the largest with another setting of the allocator.
     """
     until = None if most_seconds is None else time.monotonic() + most_seconds
+    compiled = prediction if prediction.curve.compiles else None
     prediction = Prediction(prediction.program, prediction.extended_to(batch_size).uncompiled())
     families = families_for(prediction, batch_size, budget.usable_bytes)
-    attempts = _Attempts(prediction, batch_size, budget, progress, until, list(itertools.chain(*families)))
+    if compiled and (compiled := _compiled_at(compiled, batch_size)) and prediction.program.trains:
+        families.insert(0, budgets_of_graphs())
+    remedies = list(itertools.chain(*families))
+    attempts = _Attempts(prediction, batch_size, budget, progress, until, remedies, compiled)
     settings = _settings_that_save(prediction.curve, batch_size, budget, request)
     with attempts.children:
         attempts.start([(family[0],) for family in families])
@@ -82,7 +87,8 @@ def try_remedies(
         singles = [(family, found) for family, found in tried if found]
         best: dict[str, _Single] = {}
         for single in sorted(singles, key=_worth, reverse=True):
-            best.setdefault(single[0][0].kind, single)
+            if single[0][0].saving is None:  # of another step: the others are compared as written
+                best.setdefault(single[0][0].kind, single)
         # If several groups of blocks could be checkpointed: the one that is worth most.
         known = [each[1] for each in singles if each[0][0].kind != "checkpointing" or each is best["checkpointing"]]
         pairs = [*itertools.combinations([*best.values()][:_KINDS_PAIRED], 2)] if combinations else []
@@ -93,6 +99,13 @@ def try_remedies(
             if pair and pair.saved_bytes > max(first.saved_bytes, second.saved_bytes):
                 known.append(pair)
     return AdviceReport(in_order([*known, *settings]), tuple(attempts.left_out), attempts.not_tried)
+
+
+def _compiled_at(prediction: Prediction, batch_size: int) -> Prediction | None:
+    """Return the prediction of a step that is known as it is compiled at a size; None if it cannot be."""
+    with contextlib.suppress(CannotTraceError):
+        prediction = prediction.proven_at(batch_size)
+    return prediction if batch_size in prediction.curve.compiled else None
 
 
 def _settings_that_save(
@@ -151,6 +164,7 @@ class _Attempts:
     progress: Callable[[str], object]
     until: float | None
     remedies: list[Remedy]
+    compiled: Prediction | None = None
     left_out: list[tuple[str, str]] = field(default_factory=list)
     not_tried: int = 0
     children: UserCode[_Places, Footprint] = field(init=False)
@@ -200,7 +214,8 @@ class _Attempts:
         except Exception as error:  # noqa: BLE001 - the user's code may raise anything when it is run otherwise
             self.leave_out(name, _reason(error))
             return None
-        before = self.prediction.footprint_at(self.batch_size)
+        compiled = self.compiled if remedies[0].saving is not None else None
+        before = (compiled or self.prediction).footprint_at(self.batch_size)
         saved = before.most_device_bytes - found.most_device_bytes
         if saved <= 0:
             self.leave_out(name, "it saves nothing here")
@@ -208,12 +223,16 @@ class _Attempts:
         names, how, costs = zip(*((remedy.name, remedy.how, remedy.cost) for remedy in remedies), strict=True)
         fits = found.most_device_bytes <= self.budget.usable_bytes
         now, then = before.step_seconds, found.step_seconds
-        ratio = then.likely / now.likely if now and then else None
+        ratio = then.likely / now.likely if now and then and not compiled else None
         return Advice(names, how, costs, found, saved, fits, places=self.places_of(remedies), time_ratio=ratio)
 
     def footprint_with(self, places: _Places) -> Footprint:
         """Captured in the way in which the step as it is was, so that the two can be compared."""
         known, size, remedies = self.prediction.curve, self.batch_size, [self.remedies[place] for place in places]
+        if self.compiled and remedies[0].saving is not None:
+            curve = self.compiled.curve
+            variant = Variant(answers=curve.reads or (), saving=remedies[0].saving)
+            return curve.footprint_of(capture(self.compiled.program, size, "compiled", variant))
         program = functools.reduce(lambda program, remedy: remedy.apply(program), remedies, self.prediction.program)
         for remedy in remedies:
             size //= remedy.share

@@ -19,6 +19,7 @@ from lightning_memguard.core.capture.predict import Prediction
 from lightning_memguard.core.capture.program import LoopProgram, Program, SwapOptimizer, without_memory
 from lightning_memguard.core.capture.storages import written_path
 from lightning_memguard.core.layers.layers import LayerTable, layer_table
+from lightning_memguard.core.simulation import compiled
 from lightning_memguard.core.trace.trace import Trace
 from lightning_memguard.errors import CannotTraceError
 from lightning_memguard.training.adapter.program import LightningProgram
@@ -37,7 +38,8 @@ _GRAIN = 1024  # parts of what is missing that the search counts in
 class Remedy:
     """One thing to change: its name, what to write, its cost in accuracy, time or behavior, and ``apply``.
 
-    Two of one ``kind`` are not combined. Its batches are ``share`` times smaller.
+    Two of one ``kind`` are not combined. Its batches are ``share`` times smaller. ``saving`` is for what a compiled
+    step compiles: the share of what its graphs would save for the backward pass that they may.
     """
 
     name: str
@@ -46,6 +48,7 @@ class Remedy:
     cost: str
     apply: Callable[[Program], Program]
     share: int = 1
+    saving: float | None = None
 
 
 Family = tuple[Remedy, ...]
@@ -74,6 +77,25 @@ def families_for(prediction: Prediction, batch_size: int, usable_bytes: int | No
         *(_SGD, *_freezing(structure)),
     )
     return [each if isinstance(each, tuple) else (each,) for each in order]
+
+
+def budgets_of_graphs() -> Family:
+    """Limits to what compiled graphs save for the backward pass, below the user's own."""
+    return tuple(
+        Remedy(
+            f"activation_memory_budget {share}",
+            "compiler",
+            f"torch._functorch.config.activation_memory_budget = {share} before anything is compiled",
+            "none but time: the compiler has operators computed again that it would save, those with the least FLOPs",
+            lambda program: program,
+            saving=share,
+        )
+        for share in _BUDGETS
+        if share < compiled.share_saved()
+    )
+
+
+_BUDGETS = (0.9, 0.75, 0.5, 0.25, 0.0)  # of what is saved without one; 0: inputs alone
 
 
 def precisions(program: Program) -> Iterator[Remedy]:

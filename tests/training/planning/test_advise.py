@@ -26,6 +26,7 @@ from lightning_memguard.core.decision.advice import Advice, in_order, text
 from lightning_memguard.core.decision.decision import Budget, Request, decide
 from lightning_memguard.core.isolation.pool import in_child
 from lightning_memguard.core.replay.settings import AllocatorSettings
+from lightning_memguard.core.simulation import compiled
 from lightning_memguard.core.trace.growth import grow
 from lightning_memguard.core.trace.trace import Event, Trace
 from lightning_memguard.training.adapter.program import LightningProgram
@@ -435,6 +436,23 @@ def test_a_plain_loop_is_advised_too() -> None:
     )
     assert found["freezing all but 2"].footprint.parts["gradients"] <= (64 * 4 + 4) * 4
     assert sum(not parameter.requires_grad for parameter in model.parameters()) == 1
+
+
+def test_a_compiled_step_is_advised_to_save_less_which_is_predicted_as_compiled() -> None:
+    def step(model: Any, x: torch.Tensor) -> torch.Tensor:
+        return model(x).sum()
+
+    model = torch.compile(nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4))))
+    of_one = batches_from_one(torch.zeros(512, 64))
+    program = LoopProgram(model, of_one, step, torch.optim.Adam, torch.device("cpu"))
+    prediction, least = known(program, 512).proven_at(512), compiled.share_saved()
+    need = prediction.footprint_at(512).most_device_bytes
+    with mock.patch.object(advise_module, "families_for", return_value=[]):
+        (found,) = try_remedies(prediction, 512, Budget(need, need - 1, 0, "given")).advice
+    assert found.footprint.method == "compiled"
+    assert found.fits
+    assert found.how[0].startswith("torch._functorch.config.activation_memory_budget = 0.")
+    assert compiled.share_saved() == least
 
 
 def test_an_evaluation_is_advised_another_precision_alone() -> None:
