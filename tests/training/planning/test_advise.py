@@ -447,11 +447,12 @@ def test_a_compiled_step_is_advised_to_save_less_which_is_predicted_as_compiled(
     program = LoopProgram(model, of_one, step, torch.optim.Adam, torch.device("cpu"))
     prediction, least = known(program, 512).proven_at(512), compiled.share_saved()
     need = prediction.footprint_at(512).most_device_bytes
-    with mock.patch.object(advise_module, "families_for", return_value=[]):
+    only = mock.patch.object(advise_module, "families_for", return_value=[])
+    with only, mock.patch.object(remedies_module, "_BUDGETS", (0.5,)):
         (found,) = try_remedies(prediction, 512, Budget(need, need - 1, 0, "given")).advice
     assert found.footprint.method == "compiled"
     assert found.fits
-    assert found.how[0].startswith("torch._functorch.config.activation_memory_budget = 0.")
+    assert found.how[0].startswith("torch._functorch.config.activation_memory_budget = 0.5")
     assert compiled.share_saved() == least
 
 
