@@ -231,20 +231,24 @@ class Footprint(Shown):
         return replace(found, yielding_bytes=found.highest.device_bytes - most)
 
     def plus(self, nbytes: int, part: str) -> Footprint:
-        """The footprint with a block that is always allocated."""
-        return self.plus_range(Range.exactly(nbytes), part)
+        """The footprint with a block that is always allocated; a negative number takes that much away."""
+        return self._plus(nbytes, nbytes, nbytes, part)
 
     def plus_range(self, nbytes: Range[int], part: str) -> Footprint:
         """The footprint with memory of a part that is always allocated."""
-        doubts = self.doubts if nbytes.is_exact else (*self.doubts, Doubt("workers", (self.peak,)))
-        allocated, reserved, device = astuple(self.peak.plus(nbytes.likely))
+        found = self._plus(*nbytes, part)
+        doubt = Doubt("workers", (self.peak,)).plus(nbytes.low, nbytes.high)
+        return found if nbytes.is_exact else replace(found, doubts=(*found.doubts, doubt))
+
+    def _plus(self, low: int, likely: int, high: int, part: str) -> Footprint:
+        allocated, reserved, device = astuple(self.peak.plus(likely))
         return replace(
             self,
             peak_allocated_bytes=allocated,
             peak_reserved_bytes=reserved,
             peak_device_bytes=device,
-            parts={**self.parts, part: self.parts.get(part, 0) + nbytes.likely},
-            doubts=tuple(doubt.plus(nbytes.low, nbytes.high) for doubt in doubts),
+            parts={**self.parts, part: self.parts.get(part, 0) + likely},
+            doubts=tuple(doubt.plus(low, high) for doubt in self.doubts),
         )
 
     def plus_outside(self, most_bytes: int) -> Footprint:

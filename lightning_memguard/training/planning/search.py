@@ -82,8 +82,13 @@ def largest_that_runs(
         compiled = proven.curve.compiled
         if proven.curve.compiles and decision.batch_size not in compiled:  # it is an estimate there
             known = [size for size in compiled if size < decision.batch_size]
-            capped = replace(even, max_batch_size=max(known, default=even.smallest_batch_size))
+            capped, limit = (
+                replace(even, max_batch_size=max(known, default=even.smallest_batch_size)),
+                decision.limited_by,
+            )
             decision = decided(proven, capped)
+            if decision.limited_by == "max_batch_size":  # of ours, not the user's
+                decision = replace(decision, limited_by=limit)
         return with_retries(decision, proven), proven
     raise failures[0]
 
