@@ -324,10 +324,9 @@ def _degrees_of_checkpointing(
 def _of_some(
     structure: Structure, blocks: Blocks, every: Remedy, chosen: Sequence[BlockCost], costs: Sequence[BlockCost]
 ) -> Remedy:
-    paths, (kept, flops) = [each.path for each in chosen], (sum(of) for of in list(zip(*costs, strict=True))[1:])
+    paths, flops = [each.path for each in chosen], sum(each.flops for each in costs)
     count, of_all = len(chosen), len(blocks.paths)
     again = sum(each.flops for each in chosen) / max(1, flops)
-    left = 1 - sum(each.nbytes for each in chosen) / max(1, kept)
     others = [path for path in blocks.paths if path not in paths]
     if structure.switches:
         how = (
@@ -340,7 +339,7 @@ def _of_some(
     return Remedy(
         f"activation checkpointing of {count} of {of_all} blocks",
         every.kind,
-        f"{how} (or of a compiled module: torch._functorch.config.activation_memory_budget = {left:.2f})",
+        how,
         f"{count} of {of_all} blocks run forward twice, {again:.0%} of what all of them compute",
         methodcaller("with_change", change),
     )

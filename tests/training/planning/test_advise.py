@@ -339,7 +339,7 @@ def test_as_few_blocks_are_checkpointed_as_make_it_fit_and_that_costs_less_time(
     assert some.remedies in [(f"activation checkpointing of {count} of 3 blocks",) for count in (1, 2)]
     assert some.fits
     assert "in self.blocks[:" in some.how[0]
-    assert "activation_memory_budget" in some.how[0]
+    assert "activation_memory_budget" not in some.how[0]  # of a compiled step, it is a remedy of its own
     assert every.time_ratio
     assert some.time_ratio
     assert 1 < some.time_ratio < every.time_ratio
