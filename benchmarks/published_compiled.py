@@ -334,7 +334,8 @@ class Qwen(EXAMPLE.Llama):
             chunks, labels.chunk(self.CHUNKS, 1), gradient.chunk(self.CHUNKS, 1), strict=True
         ):
             self.head.set_requires_gradient_sync(chunk is chunks[-1], recurse=False)
-            part = self.compute(self.head(chunk), of_chunk) / tokens.numel()
+            logits = self.head(chunk)  # its name keeps them, as there, while the next are made
+            part = self.compute(logits, of_chunk) / tokens.numel()
             loss = loss + part.detach()
             part.backward()
             into.copy_(chunk.grad.float())
