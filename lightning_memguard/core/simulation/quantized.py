@@ -28,6 +28,7 @@ from lightning_memguard.core.torch_port import (
     OpOverload,
     unset_fake_temporarily,
 )
+from lightning_memguard.core.trace.loading import Weight
 
 _LIBRARY = "bitsandbytes"
 
@@ -61,6 +62,32 @@ def _tensors_of(state: object) -> Iterator[Tensor]:
         for value in vars(state).values():
             if isinstance(value, Tensor) or _is_state(value, state):
                 yield from _tensors_of(value)
+
+
+def weights_of(module: nn.Module) -> list[Weight]:
+    """Describe the parameters of a module, if transformers quantized a model in it; else none."""
+    path, model = next(((p, m) for p, m in module.named_modules() if _is_loaded(m)), ("", None))
+    if model is None:
+        return []
+    dtype, start = getattr(getattr(model, "config", None), "dtype", None) or torch.float16, f"{path}." if path else ""
+    found = []
+    for name, parameter in module.named_parameters():
+        bits = {"Params4bit": 4, "Int8Params": 8}.get(type(parameter).__name__, 0)
+        state = getattr(parameter, "quant_state", None)
+        loads = name.startswith(start) and not parameter.requires_grad
+        size = (parameter.shape if state is None else state.shape).numel() * dtype.itemsize
+        found.append(Weight(name.removeprefix(start).replace(".base_layer", "") if loads else "", size, bits))
+    return found
+
+
+def _is_loaded(module: nn.Module) -> bool:
+    return any(vars(module).get(f"is_loaded_in_{bits}bit") for bits in (4, 8))
+
+
+def loading_threads() -> int:
+    """How many threads move weights while transformers quantizes them: its ``GLOBAL_WORKERS`` before 5.4, then none."""
+    version = getattr(sys.modules.get("transformers"), "__version__", "")
+    return 4 if version.startswith(("5.0.", "5.1.", "5.2.", "5.3.")) else 0
 
 
 def fakes_of(module: nn.Module, fake: Callable[[Tensor], Tensor], mode: Any, device: torch.device) -> dict[int, object]:
