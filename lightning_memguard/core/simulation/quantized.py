@@ -122,6 +122,15 @@ def fakes_of(module: nn.Module, fake: Callable[[Tensor], Tensor], mode: Any, dev
     return copies
 
 
+def share_states(module: nn.Module) -> None:
+    """Let the modules of a copy hold the states of their weights, which FSDP takes off the weights."""
+    if _LIBRARY in sys.modules:
+        for child in filter(_is_theirs, module.modules()):
+            for parameter in child.parameters(recurse=False):
+                if (state := getattr(parameter, "quant_state", None)) is not None:
+                    vars(child)["quant_state"] = state
+
+
 def _without_module(parameter: Tensor) -> dict[str, object]:
     """The attribute by which a weight tells its module that it was quantized; the copy has none to tell."""
     return {"module": None} if "module" in vars(parameter) else {}

@@ -157,6 +157,24 @@ def test_weights_of_torchao_take_what_the_profiler_counts(config: str) -> None:
     assert abs(found.peak_allocated_bytes - measured(make())) <= 64  # a scale that is freed a moment earlier
 
 
+def test_weights_that_are_stored_in_16_bits_are_sharded_by_fsdp() -> None:
+    bnb = library("bitsandbytes")
+    strategies = library("lightning_fabric.strategies")
+
+    def make(i: int, o: int) -> nn.Module:
+        return bnb.nn.Linear4bit(i, o, bias=False, compute_dtype=torch.bfloat16, quant_storage=torch.bfloat16)
+
+    def parameters(**settings: Any) -> int:
+        model, batch = network(make).to(torch.bfloat16), torch.ones(BATCH, WIDTH, dtype=torch.bfloat16)
+        found = estimate(model, batch, step=loss_of, optimizer=adamw, device="T4", **settings)
+        assert found.method == "fake"
+        return found.parts["parameters"]
+
+    packed, adapters = 2 * 2 * WIDTH * 4 * WIDTH // 2, 2 * 2 * WIDTH * 8 * 2
+    strategy = strategies.FSDPStrategy(auto_wrap_policy={Adapted}, use_orig_params=True)
+    assert parameters() - parameters(strategy=strategy, devices=2) == (packed + adapters) // 2
+
+
 def test_before_and_after_quantization_and_on_meta_a_model_takes_the_same_on_a_gpu() -> None:
     bnb = library("bitsandbytes")
 
