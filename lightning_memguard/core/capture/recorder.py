@@ -228,12 +228,17 @@ class Recorder(Storages, TorchDispatchMode):
         """Dynamo compiles nothing under a mode that says otherwise."""
         return True
 
+    supports_higher_order_operators = True
+
     def __torch_dispatch__(
         self, func: OpOverload, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> object:
         if func is _device_of and type(args[0]) is FakeTensor and not args[0].fake_mode.in_kernel_invocation:
             return args[0].fake_device  # very frequent, and slow through all modes
         kwargs = kwargs or {}
+        if not isinstance(func, OpOverload):  # an operator of operators
+            with self:
+                return port.eager_kernel(func)(*args, **kwargs)
         if one_rank.any_wrapped(types):
             return NotImplemented
         if not self._recording:
@@ -273,7 +278,9 @@ class Recorder(Storages, TorchDispatchMode):
 
     def _is_bias_of_linear(self, func: OpOverload, args: tuple[Any, ...]) -> bool:
         """Whether a Linear adds its bias to a product that it has made, which is in place on plain tensors."""
-        if self.in_linear is None or func is not _ADD or args[1].dim() != 1 or args[0].dim() < _BATCHED:
+        if self.in_linear is None or func is not _ADD or not isinstance(args[1], Tensor):
+            return False
+        if args[1].dim() != 1 or args[0].dim() < _BATCHED:
             return False
         return self.block_behind(args[0]) >= self.in_linear
 
