@@ -643,8 +643,16 @@ def gradients_of(optimizers: Iterable[torch.optim.Optimizer], module: nn.Module)
 
 def states_of(optimizers: Iterable[torch.optim.Optimizer]) -> list[Tensor]:
     """The tensors in the optimizers' states."""
-    leaves = tree_leaves([dict(optimizer.state) for optimizer in optimizers])
+    leaves = tree_leaves([dict(optimizer.state) for each in optimizers for optimizer in _with_state(each)])
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+def _with_state(optimizer: torch.optim.Optimizer) -> Iterator[torch.optim.Optimizer]:
+    """Find what has the states: an optimizer, or those that one without states holds, as torchao's for the host."""
+    if hasattr(optimizer, "state"):
+        yield optimizer
+    else:
+        yield from (each for each in tree_leaves(vars(optimizer)) if isinstance(each, torch.optim.Optimizer))
 
 
 def part_bytes(parts: Mapping[str, Iterable[Tensor]], device_type: str) -> dict[str, int]:
