@@ -236,13 +236,10 @@ class Recorder(Storages, TorchDispatchMode):
         if func is _device_of and type(args[0]) is FakeTensor and not args[0].fake_mode.in_kernel_invocation:
             return args[0].fake_device  # very frequent, and slow through all modes
         kwargs = kwargs or {}
-        if not isinstance(func, OpOverload):  # an operator of operators
-            with self:
-                return port.eager_kernel(func)(*args, **kwargs)
         if one_rank.any_wrapped(types):
             return NotImplemented
-        if not self._recording:
-            return func(*args, **kwargs)
+        if not (self._recording and isinstance(func, OpOverload)):
+            return self._call(func, args, kwargs)
         beat()
         task = graph_task()
         if task != self._graph_task:
@@ -275,6 +272,12 @@ class Recorder(Storages, TorchDispatchMode):
         finally:
             self._line = None
         return out
+
+    def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+        if isinstance(func, OpOverload):
+            return func(*args, **kwargs)
+        with self:  # the operators that this one calls are recorded
+            return port.eager_kernel(func)(*args, **kwargs)
 
     def _is_bias_of_linear(self, func: OpOverload, args: tuple[Any, ...]) -> bool:
         """Whether a Linear adds its bias to a product that it has made, which is in place on plain tensors."""
