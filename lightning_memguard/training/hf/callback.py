@@ -8,10 +8,12 @@ transformers 5.24 and accelerate 1.15.
 from __future__ import annotations
 
 import copy
+import inspect
 import sys
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from types import FrameType
 from typing import Any, Literal
 
 import torch
@@ -19,7 +21,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_memguard.core.batch.nesting import map_tensors
-from lightning_memguard.core.capture.capture import Captures
+from lightning_memguard.core.capture.capture import Captures, capture
 from lightning_memguard.core.capture.recorder import gradients_of, part_bytes, states_of
 from lightning_memguard.core.decision.decision import Decision, Limits, Request, decide, prediction_of
 from lightning_memguard.core.decision.record import EpochRecord
@@ -28,7 +30,7 @@ from lightning_memguard.errors import MemGuardError
 from lightning_memguard.report.decision_table import last_line, setup_text, warning_of
 from lightning_memguard.training.facts.ranks import attempt, warn
 from lightning_memguard.training.offload.engine import Offload
-from lightning_memguard.training.planning.subject import MakeOptimizer, predicted, subject_of
+from lightning_memguard.training.planning.subject import MakeOptimizer, predicted, program_of, subject_of
 from lightning_memguard.training.planning.target import target_and_budget
 from lightning_memguard.units import parse_bytes
 
@@ -85,7 +87,8 @@ class MemGuardCallback(_Base):  # type: ignore[misc]
         self._hooks: list[Any] = []
         self._meter: PeakMeter | None = None
         self._steps = 0
-        self._is_quiet = self._is_watching = False
+        self._is_quiet = self._is_watching = self._is_predicted = False
+        self._notes: tuple[str, ...] = ()
 
     # -- the Trainer's hooks
 
@@ -95,7 +98,10 @@ class MemGuardCallback(_Base):  # type: ignore[misc]
         self._is_quiet = not state.is_world_process_zero
         model, optimizer = kwargs["model"], kwargs.get("optimizer")
         settings = {"accumulate": args.gradient_accumulation_steps, "clip": float(args.max_grad_norm or 0)}
+        trainer = _trainer_behind(inspect.currentframe())
         _tried(lambda: self.attach(model, optimizer, **settings))
+        if trainer is not None and not self._loss and _has_own_loss(trainer):
+            _tried(lambda: self._watch_loss_of(trainer, optimizer, **settings))
 
     def on_epoch_end(self, args: object, state: Any, control: object, **_: object) -> None:
         """Compare an epoch's prediction with what it took."""
@@ -106,6 +112,22 @@ class MemGuardCallback(_Base):  # type: ignore[misc]
         """Stop watching."""
         del args, state, control
         _tried(self.detach)
+
+    def _watch_loss_of(self, trainer: Any, optimizer: object, *, accumulate: int, clip: float) -> None:
+        """Predict a loss that is computed outside of the model as it is first asked for, with what it is given."""
+        mine, compute = vars(trainer).get("compute_loss"), trainer.compute_loss
+        inner = getattr(optimizer, "optimizer", optimizer)
+
+        def first(model: Any, *args: Any, **kwargs: Any) -> Any:
+            vars(trainer).pop("compute_loss")
+            if mine is not None:
+                trainer.compute_loss = mine
+            if self._is_watching and model.training:
+                module = getattr(model, "module", model)
+                _tried(lambda: self._predict(module, inner, (args, kwargs), accumulate, clip, own=compute))
+            return compute(model, *args, **kwargs)
+
+        trainer.compute_loss = first
 
     def _log(self, state: Any) -> None:
         record = self.epoch()
@@ -134,13 +156,12 @@ class MemGuardCallback(_Base):  # type: ignore[misc]
         meter.start(part_bytes({"held": held}, device.type)["held"])
         meter.restart()
 
-        self._is_watching, seen, entered = True, list[object](), list[Offload]()
+        self._is_watching, self._is_predicted, self._notes, entered = True, False, (), list[Offload]()
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if not module.training or not torch.is_grad_enabled():
                 return
-            if not seen:
-                seen.append(module)
+            if not self._is_predicted:
                 self._predict(module, inner, (args, kwargs), accumulate, clip)
             if self._offload is not None:
                 entered.append(self._offload.__enter__())
@@ -193,12 +214,25 @@ class MemGuardCallback(_Base):  # type: ignore[misc]
 
     # -- the prediction
 
-    def _predict(self, model: nn.Module, optimizer: object, given: Given, accumulate: int, clip: float) -> None:
+    def _predict(
+        self,
+        model: nn.Module,
+        optimizer: object,
+        given: Given,
+        accumulate: int,
+        clip: float,
+        own: Loss | None = None,
+    ) -> None:
+        """Predict once, with a loss of the Trainer's ``own`` if that runs without memory."""
         self._is_watching = False  # the copy has these hooks, too
-        found = attempt(lambda: self._decided(model, optimizer, given, accumulate, clip))
+        found = attempt(lambda: self._decided(model, optimizer, given, accumulate, clip, own))
         self._is_watching, self.decision = True, found.value
-        if found.value is None:
+        self._is_predicted = found.value is not None or own is None
+        if not self._is_predicted:
+            self._notes = (_NOT_FOLLOWED,)
+        elif found.value is None:
             warn(f"MemGuard does not predict this run: {found.reason}")
+        if found.value is None:
             return
         self._print(setup_text(found.value, "training"))
         if warning := warning_of(found.value):
@@ -209,18 +243,23 @@ class MemGuardCallback(_Base):  # type: ignore[misc]
             self._offload = Offload(model, max(0, footprint.parts["activations"] - over))
             self._print("MemGuard: saved activations go to the host; the step stays the same, and takes longer.")
 
-    def _decided(self, model: nn.Module, optimizer: object, given: Given, accumulate: int, clip: float) -> Decision:
+    def _decided(
+        self, model: nn.Module, optimizer: object, given: Given, accumulate: int, clip: float, own: Loss | None
+    ) -> Decision:
         args, kwargs = map_tensors(given, lambda tensor: tensor.detach().cpu())
-        loss = self._loss or _own_loss
+        loss = own or self._loss or _own_loss
         subject = subject_of(
             model,
             {"args": args, "kwargs": kwargs},
             step=lambda module, batch: loss(module, *batch["args"], **batch["kwargs"]),
             optimizer=_like(optimizer, model, clip) if isinstance(optimizer, Optimizer) else None,
         )
-        subject = replace(subject, trainer={"accumulate_grad_batches": accumulate})
+        trainer = {"accumulate_grad_batches": accumulate}
+        subject = replace(subject, trainer=trainer, notes=(*subject.notes, *self._notes))
         target, budget = target_and_budget(str(next(model.parameters()).device), self._limits, model)
         with Captures():
+            if own:  # a loss that reads values would take a real run of the whole model
+                capture(program_of(subject, target), subject.batch_size, "fake")
             prediction = predicted(subject, target, capacity_bytes=target.capacity_bytes)
             request = Request(subject.batch_size, accumulate_grad_batches=accumulate, free_to_choose=False)
             return decide(prediction.footprint_at, budget, request)
@@ -234,6 +273,25 @@ def _tried(work: Callable[[], object]) -> None:
     """Run a function; what it raises is a warning."""
     if reason := attempt(work).reason:
         warn(f"MemGuard goes on without: {reason}")
+
+
+_NOT_FOLLOWED = "the loss is that of the model's output: what else the Trainer's compute_loss does was not followed"
+
+
+def _trainer_behind(frame: FrameType | None) -> Any:
+    """Find the Trainer that called this hook, which is given everything else."""
+    while frame is not None:
+        found = frame.f_locals.get("self")
+        if hasattr(type(found), "compute_loss") and hasattr(type(found), "training_step"):
+            return found
+        frame = frame.f_back
+    return None
+
+
+def _has_own_loss(trainer: Any) -> bool:
+    """Whether the loss is more than the output's own."""
+    is_theirs = "compute_loss" in vars(trainer) or not type(trainer).compute_loss.__module__.startswith("transformers.")
+    return is_theirs or bool(getattr(trainer, "compute_loss_func", None) or getattr(trainer, "label_smoother", None))
 
 
 def _own_loss(model: Any, *args: Any, **kwargs: Any) -> Any:
