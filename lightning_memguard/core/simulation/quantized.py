@@ -66,7 +66,8 @@ def _tensors_of(state: object) -> Iterator[Tensor]:
 
 def weights_of(module: nn.Module) -> list[Weight]:
     """Describe the parameters of a module, if transformers quantized a model in it; else none."""
-    path, model = next(((p, m) for p, m in module.named_modules() if _is_loaded(m)), ("", None))
+    marks = ("is_loaded_in_4bit", "is_loaded_in_8bit")
+    path, model = next((each for each in module.named_modules() if any(map(vars(each[1]).get, marks))), ("", None))
     if model is None:
         return []
     dtype, start = getattr(getattr(model, "config", None), "dtype", None) or torch.float16, f"{path}." if path else ""
@@ -78,10 +79,6 @@ def weights_of(module: nn.Module) -> list[Weight]:
         size = (parameter.shape if state is None else state.shape).numel() * dtype.itemsize
         found.append(Weight(name.removeprefix(start).replace(".base_layer", "") if loads else "", size, bits))
     return found
-
-
-def _is_loaded(module: nn.Module) -> bool:
-    return any(vars(module).get(f"is_loaded_in_{bits}bit") for bits in (4, 8))
 
 
 def loading_threads() -> int:

@@ -41,6 +41,8 @@ except ImportError:  # a loop with Accelerate needs it not
 
 Loss = Callable[..., Any]
 Given = tuple[tuple[Any, ...], dict[str, Any]]
+Loop = tuple[nn.Module, object, int, float]
+"""A model, its optimizer, the batches of an optimizer step, and the norm of clipping."""
 
 
 class MemGuardCallback(_Base):  # type: ignore[misc]
@@ -89,6 +91,7 @@ class MemGuardCallback(_Base):  # type: ignore[misc]
         self._steps = 0
         self._is_quiet = self._is_watching = self._is_predicted = False
         self._notes: tuple[str, ...] = ()
+        self._loop: Loop | None = None
 
     # -- the Trainer's hooks
 
@@ -98,10 +101,8 @@ class MemGuardCallback(_Base):  # type: ignore[misc]
         self._is_quiet = not state.is_world_process_zero
         model, optimizer = kwargs["model"], kwargs.get("optimizer")
         settings = {"accumulate": args.gradient_accumulation_steps, "clip": float(args.max_grad_norm or 0)}
-        trainer = _trainer_behind(inspect.currentframe())
         _tried(lambda: self.attach(model, optimizer, **settings))
-        if trainer is not None and not self._loss and _has_own_loss(trainer):
-            _tried(lambda: self._watch_loss_of(trainer, optimizer, **settings))
+        _tried(lambda: self._watch_loss_of(_trainer_behind(inspect.currentframe())))
 
     def on_epoch_end(self, args: object, state: Any, control: object, **_: object) -> None:
         """Compare an epoch's prediction with what it took."""
@@ -113,18 +114,17 @@ class MemGuardCallback(_Base):  # type: ignore[misc]
         del args, state, control
         _tried(self.detach)
 
-    def _watch_loss_of(self, trainer: Any, optimizer: object, *, accumulate: int, clip: float) -> None:
+    def _watch_loss_of(self, trainer: Any) -> None:
         """Predict a loss that is computed outside of the model as it is first asked for, with what it is given."""
+        if trainer is None or self._loss or not _has_own_loss(trainer):
+            return
         mine, compute = vars(trainer).get("compute_loss"), trainer.compute_loss
-        inner = getattr(optimizer, "optimizer", optimizer)
 
         def first(model: Any, *args: Any, **kwargs: Any) -> Any:
-            vars(trainer).pop("compute_loss")
-            if mine is not None:
-                trainer.compute_loss = mine
-            if self._is_watching and model.training:
-                module = getattr(model, "module", model)
-                _tried(lambda: self._predict(module, inner, (args, kwargs), accumulate, clip, own=compute))
+            if model.training:
+                vars(trainer).pop("compute_loss", None)
+                vars(trainer).update({"compute_loss": mine} if mine else {})
+                _tried(lambda: self._predict((args, kwargs), own=compute))
             return compute(model, *args, **kwargs)
 
         trainer.compute_loss = first
@@ -152,6 +152,7 @@ class MemGuardCallback(_Base):  # type: ignore[misc]
         self._meter = meter = PeakMeter(device)
         held = [*model.parameters(), *model.buffers(), *gradients_of([], model)]
         inner = getattr(optimizer, "optimizer", optimizer)
+        self._loop = model, inner, accumulate, clip
         held += states_of([inner]) if isinstance(inner, Optimizer) else []
         meter.start(part_bytes({"held": held}, device.type)["held"])
         meter.restart()
@@ -162,7 +163,7 @@ class MemGuardCallback(_Base):  # type: ignore[misc]
             if not module.training or not torch.is_grad_enabled():
                 return
             if not self._is_predicted:
-                self._predict(module, inner, (args, kwargs), accumulate, clip)
+                self._predict((args, kwargs))
             if self._offload is not None:
                 entered.append(self._offload.__enter__())
                 self._steps += 1
@@ -203,7 +204,7 @@ class MemGuardCallback(_Base):  # type: ignore[misc]
         """Stop watching, and print one line of what was predicted and measured."""
         for hook in self._hooks:
             hook.remove()
-        self._hooks, self._is_watching = [], False
+        self._hooks, self._is_watching, self._loop = [], False, None
         if self._meter is not None:
             self._meter.close()
         if self._offload is not None:
@@ -214,18 +215,12 @@ class MemGuardCallback(_Base):  # type: ignore[misc]
 
     # -- the prediction
 
-    def _predict(
-        self,
-        model: nn.Module,
-        optimizer: object,
-        given: Given,
-        accumulate: int,
-        clip: float,
-        own: Loss | None = None,
-    ) -> None:
+    def _predict(self, given: Given, own: Loss | None = None) -> None:
         """Predict once, with a loss of the Trainer's ``own`` if that runs without memory."""
         self._is_watching = False  # the copy has these hooks, too
-        found = attempt(lambda: self._decided(model, optimizer, given, accumulate, clip, own))
+        assert self._loop is not None
+        loop = self._loop
+        found = attempt(lambda: self._decided(loop, given, own))
         self._is_watching, self.decision = True, found.value
         self._is_predicted = found.value is not None or own is None
         if not self._is_predicted:
@@ -240,12 +235,11 @@ class MemGuardCallback(_Base):  # type: ignore[misc]
         footprint, budget = prediction_of(found.value)
         over = footprint.most_device_bytes - budget.usable_bytes
         if over > 0 and self._wanted == "if_needed":
-            self._offload = Offload(model, max(0, footprint.parts["activations"] - over))
+            self._offload = Offload(loop[0], max(0, footprint.parts["activations"] - over))
             self._print("MemGuard: saved activations go to the host; the step stays the same, and takes longer.")
 
-    def _decided(
-        self, model: nn.Module, optimizer: object, given: Given, accumulate: int, clip: float, own: Loss | None
-    ) -> Decision:
+    def _decided(self, loop: Loop, given: Given, own: Loss | None) -> Decision:
+        model, optimizer, accumulate, clip = loop
         args, kwargs = map_tensors(given, lambda tensor: tensor.detach().cpu())
         loss = own or self._loss or _own_loss
         subject = subject_of(
