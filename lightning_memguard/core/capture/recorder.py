@@ -273,7 +273,7 @@ class Recorder(Storages, TorchDispatchMode):
             self._line = None
         return out
 
-    def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    def _call(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         if isinstance(func, OpOverload):
             return func(*args, **kwargs)
         with self:  # the operators that this one calls are recorded

@@ -120,7 +120,7 @@ class MemGuardCallback(_Base):  # type: ignore[misc]
             return
         mine, compute = vars(trainer).get("compute_loss"), trainer.compute_loss
 
-        def first(model: Any, *args: Any, **kwargs: Any) -> Any:
+        def first(model: nn.Module, *args: object, **kwargs: object) -> object:
             if model.training:
                 vars(trainer).pop("compute_loss", None)
                 vars(trainer).update({"compute_loss": mine} if mine else {})
@@ -282,9 +282,10 @@ def _trainer_behind(frame: FrameType | None) -> Any:
     return None
 
 
-def _has_own_loss(trainer: Any) -> bool:
+def _has_own_loss(trainer: object) -> bool:
     """Whether the loss is more than the output's own."""
-    is_theirs = "compute_loss" in vars(trainer) or not type(trainer).compute_loss.__module__.startswith("transformers.")
+    kind: Any = type(trainer)
+    is_theirs = "compute_loss" in vars(trainer) or not kind.compute_loss.__module__.startswith("transformers.")
     return is_theirs or bool(getattr(trainer, "compute_loss_func", None) or getattr(trainer, "label_smoother", None))
 
 
