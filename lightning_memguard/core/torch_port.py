@@ -248,6 +248,11 @@ def schema_of(operator: OpOverload) -> Any:
     return operator._schema
 
 
+def eager_kernel(operator: Any) -> Function:
+    """Run an operator that calls others, such as ``out_dtype`` and ``cond``, as plain tensors do."""
+    return operator.py_kernels[torch._C.DispatchKey.CompositeExplicitAutograd]  # type: ignore[no-any-return]
+
+
 def packet_name(operator: OpOverload) -> str:
     """Read an operator's name without its overload."""
     return operator.overloadpacket._qualified_op_name  # type: ignore[no-any-return]

@@ -329,6 +329,14 @@ def test_a_schema_tells_arguments_results_and_writes():
     assert port.packet_name(aten.add.Tensor) == "aten::add"
 
 
+def test_an_operator_of_operators_runs_as_on_plain_tensors():
+    product = port.eager_kernel(torch.ops.higher_order.out_dtype)(
+        aten.mm.default, torch.int32, *torch.eye(2)[None].char().expand(2, 2, 2)
+    )
+    assert product.dtype is torch.int32
+    assert product.tolist() == [[1, 0], [0, 1]]
+
+
 def test_an_operator_that_calls_others_is_known_and_taken_apart():
     assert port.decomposes(aten.conv2d.default, "cpu")
     assert not port.decomposes(aten.mm.default, "cpu")

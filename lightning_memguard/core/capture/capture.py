@@ -29,12 +29,13 @@ from lightning_memguard.core.device.out_of_memory import causes_of, ran_out_of_m
 from lightning_memguard.core.foreign import reason_of
 from lightning_memguard.core.isolation.pool import Children, StoppedError, in_child, tell
 from lightning_memguard.core.kernels import onednn
-from lightning_memguard.core.simulation import compiled
+from lightning_memguard.core.simulation import compiled, quantized
 from lightning_memguard.core.simulation.fake import isolated_rng, run_on_one_thread, seed_all
 from lightning_memguard.core.simulation.fake_cuda import leave_driver_alone
 from lightning_memguard.core.simulation.faking import ValueNeededError
 from lightning_memguard.core.simulation.value_sizes import public_name
 from lightning_memguard.core.torch_port import DataDependentOutputException, DynamicOutputShapeException
+from lightning_memguard.core.trace.loading import with_loading
 from lightning_memguard.core.trace.trace import Answers, Method, Note, Shares, Trace
 from lightning_memguard.errors import CannotTraceError, MemGuardError
 
@@ -353,6 +354,12 @@ def capture_here(
         CannotTraceError: the recorder saw something whose size depends on values.
         Exception: whatever the user's own code raised.
     """
+    trace = _captured(program, batch_size, method, variant, later=later)
+    weights = program.inspect(lambda module, _: quantized.weights_of(module))
+    return with_loading(trace, weights, quantized.loading_threads()) if weights else trace
+
+
+def _captured(program: Program, batch_size: int, method: Method, variant: Variant, *, later: bool) -> Trace:
     few = program.few
     if few and few.known is not None and method == "fake" and variant == FIRST:
         try:

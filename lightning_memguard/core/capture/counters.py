@@ -265,7 +265,8 @@ def _owners(roots: Iterable[object]) -> Iterator[MutableMapping[Any, Any]]:
             owners.append(port.buffers_of(each))
             queue.extend(each.children())
         if isinstance(each, Optimizer):
-            owners += [*each.param_groups, *(state for state in each.state.values() if isinstance(state, dict))]
+            states = getattr(each, "state", {}).values()
+            owners += [*each.param_groups, *(state for state in states if isinstance(state, dict))]
         for owner in owners:
             yield owner
             queue.extend(value for value in owner.values() if _is_owner(value.__class__))

@@ -229,6 +229,8 @@ class Recorder(Storages, TorchDispatchMode):
         """Dynamo compiles nothing under a mode that says otherwise."""
         return True
 
+    supports_higher_order_operators = True
+
     def __torch_dispatch__(
         self, func: OpOverload, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> object:
@@ -237,8 +239,8 @@ class Recorder(Storages, TorchDispatchMode):
         kwargs = kwargs or {}
         if one_rank.any_wrapped(types):
             return NotImplemented
-        if not self._recording:
-            return func(*args, **kwargs)
+        if not (self._recording and isinstance(func, OpOverload)):
+            return self._call(func, args, kwargs)
         beat()
         task = graph_task()
         if task != self._graph_task:
@@ -272,9 +274,17 @@ class Recorder(Storages, TorchDispatchMode):
             self._line = None
         return out
 
+    def _call(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+        if isinstance(func, OpOverload):
+            return func(*args, **kwargs)
+        with self:  # the operators that this one calls are recorded
+            return port.eager_kernel(func)(*args, **kwargs)
+
     def _is_bias_of_linear(self, func: OpOverload, args: tuple[Any, ...]) -> bool:
         """Whether a Linear adds its bias to a product that it has made, which is in place on plain tensors."""
-        if self.in_linear is None or func is not _ADD or args[1].dim() != 1 or args[0].dim() < _BATCHED:
+        if self.in_linear is None or func is not _ADD or not isinstance(args[1], Tensor):
+            return False
+        if args[1].dim() != 1 or args[0].dim() < _BATCHED:
             return False
         return self.block_behind(args[0]) >= self.in_linear
 
@@ -638,8 +648,16 @@ def gradients_of(optimizers: Iterable[torch.optim.Optimizer], module: nn.Module)
 
 def states_of(optimizers: Iterable[torch.optim.Optimizer]) -> list[Tensor]:
     """The tensors in the optimizers' states."""
-    leaves = tree_leaves([dict(optimizer.state) for optimizer in optimizers])
+    leaves = tree_leaves([dict(optimizer.state) for each in optimizers for optimizer in _with_state(each)])
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+def _with_state(optimizer: torch.optim.Optimizer) -> Iterator[torch.optim.Optimizer]:
+    """Find what has the states: an optimizer, or those that one without states holds, as torchao's for the host."""
+    if hasattr(optimizer, "state"):
+        yield optimizer
+    else:
+        yield from (each for each in tree_leaves(vars(optimizer)) if isinstance(each, torch.optim.Optimizer))
 
 
 def part_bytes(parts: Mapping[str, Iterable[Tensor]], device_type: str) -> dict[str, int]:

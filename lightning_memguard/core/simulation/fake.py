@@ -120,6 +120,7 @@ def fake_copy(
         module_copy = _deep_copy(module, {**_lazy_copies(module, mode, device), **special, **(instead or {})})
         for mine, theirs in zip(module.parameters(), module_copy.parameters(), strict=True):
             copy_attributes(mine, theirs)
+    quantized.share_states(module_copy)
     return module_copy
 
 

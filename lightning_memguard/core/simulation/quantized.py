@@ -28,6 +28,7 @@ from lightning_memguard.core.torch_port import (
     OpOverload,
     unset_fake_temporarily,
 )
+from lightning_memguard.core.trace.loading import Weight
 
 _LIBRARY = "bitsandbytes"
 
@@ -63,6 +64,29 @@ def _tensors_of(state: object) -> Iterator[Tensor]:
                 yield from _tensors_of(value)
 
 
+def weights_of(module: nn.Module) -> list[Weight]:
+    """Describe the parameters of a module, if transformers quantized a model in it; else none."""
+    marks = ("is_loaded_in_4bit", "is_loaded_in_8bit")
+    path, model = next((each for each in module.named_modules() if any(map(vars(each[1]).get, marks))), ("", None))
+    if model is None:
+        return []
+    dtype, start = getattr(getattr(model, "config", None), "dtype", None) or torch.float16, f"{path}." if path else ""
+    found = []
+    for name, parameter in module.named_parameters():
+        bits = {"Params4bit": 4, "Int8Params": 8}.get(type(parameter).__name__, 0)
+        state = getattr(parameter, "quant_state", None)
+        loads = name.startswith(start) and not parameter.requires_grad
+        size = (parameter.shape if state is None else state.shape).numel() * dtype.itemsize
+        found.append(Weight(name.removeprefix(start).replace(".base_layer", "") if loads else "", size, bits))
+    return found
+
+
+def loading_threads() -> int:
+    """How many threads move weights while transformers quantizes them: its ``GLOBAL_WORKERS`` before 5.4, then none."""
+    version = getattr(sys.modules.get("transformers"), "__version__", "")
+    return 4 if version.startswith(("5.0.", "5.1.", "5.2.", "5.3.")) else 0
+
+
 def fakes_of(module: nn.Module, fake: Callable[[Tensor], Tensor], mode: Any, device: torch.device) -> dict[int, object]:
     """Make fake copies of a module's quantized parameters and of the states that they hold.
 
@@ -93,6 +117,15 @@ def fakes_of(module: nn.Module, fake: Callable[[Tensor], Tensor], mode: Any, dev
         vars(made).update(_without_module(made))
         copies[id(parameter)] = made
     return copies
+
+
+def share_states(module: nn.Module) -> None:
+    """Let the modules of a copy hold the states of their weights, which FSDP takes off the weights."""
+    if _LIBRARY in sys.modules:
+        for child in filter(_is_theirs, module.modules()):
+            for parameter in child.parameters(recurse=False):
+                if (state := getattr(parameter, "quant_state", None)) is not None:
+                    vars(child)["quant_state"] = state
 
 
 def _without_module(parameter: Tensor) -> dict[str, object]:

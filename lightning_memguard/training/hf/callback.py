@@ -8,10 +8,12 @@ transformers 5.24 and accelerate 1.15.
 from __future__ import annotations
 
 import copy
+import inspect
 import sys
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from types import FrameType
 from typing import Any, Literal
 
 import torch
@@ -19,7 +21,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_memguard.core.batch.nesting import map_tensors
-from lightning_memguard.core.capture.capture import Captures
+from lightning_memguard.core.capture.capture import Captures, capture
 from lightning_memguard.core.capture.recorder import gradients_of, part_bytes, states_of
 from lightning_memguard.core.decision.decision import Decision, Limits, Request, decide, prediction_of
 from lightning_memguard.core.decision.record import EpochRecord
@@ -28,7 +30,7 @@ from lightning_memguard.errors import MemGuardError
 from lightning_memguard.report.decision_table import last_line, setup_text, warning_of
 from lightning_memguard.training.facts.ranks import attempt, warn
 from lightning_memguard.training.offload.engine import Offload
-from lightning_memguard.training.planning.subject import MakeOptimizer, predicted, subject_of
+from lightning_memguard.training.planning.subject import MakeOptimizer, predicted, program_of, subject_of
 from lightning_memguard.training.planning.target import target_and_budget
 from lightning_memguard.units import parse_bytes
 
@@ -39,6 +41,8 @@ except ImportError:  # a loop with Accelerate needs it not
 
 Loss = Callable[..., Any]
 Given = tuple[tuple[Any, ...], dict[str, Any]]
+Loop = tuple[nn.Module, object, int, float]
+"""A model, its optimizer, the batches of an optimizer step, and the norm of clipping."""
 
 
 class MemGuardCallback(_Base):  # type: ignore[misc]
@@ -85,7 +89,9 @@ class MemGuardCallback(_Base):  # type: ignore[misc]
         self._hooks: list[Any] = []
         self._meter: PeakMeter | None = None
         self._steps = 0
-        self._is_quiet = self._is_watching = False
+        self._is_quiet = self._is_watching = self._is_predicted = False
+        self._notes: tuple[str, ...] = ()
+        self._loop: Loop | None = None
 
     # -- the Trainer's hooks
 
@@ -96,6 +102,7 @@ class MemGuardCallback(_Base):  # type: ignore[misc]
         model, optimizer = kwargs["model"], kwargs.get("optimizer")
         settings = {"accumulate": args.gradient_accumulation_steps, "clip": float(args.max_grad_norm or 0)}
         _tried(lambda: self.attach(model, optimizer, **settings))
+        _tried(lambda: self._watch_loss_of(_trainer_behind(inspect.currentframe())))
 
     def on_epoch_end(self, args: object, state: Any, control: object, **_: object) -> None:
         """Compare an epoch's prediction with what it took."""
@@ -106,6 +113,21 @@ class MemGuardCallback(_Base):  # type: ignore[misc]
         """Stop watching."""
         del args, state, control
         _tried(self.detach)
+
+    def _watch_loss_of(self, trainer: Any) -> None:
+        """Predict a loss that is computed outside of the model as it is first asked for, with what it is given."""
+        if trainer is None or self._loss or not _has_own_loss(trainer):
+            return
+        mine, compute = vars(trainer).get("compute_loss"), trainer.compute_loss
+
+        def first(model: nn.Module, *args: object, **kwargs: object) -> object:
+            if model.training:
+                vars(trainer).pop("compute_loss", None)
+                vars(trainer).update({"compute_loss": mine} if mine else {})
+                _tried(lambda: self._predict((args, kwargs), own=compute))
+            return compute(model, *args, **kwargs)
+
+        trainer.compute_loss = first
 
     def _log(self, state: Any) -> None:
         record = self.epoch()
@@ -130,18 +152,18 @@ class MemGuardCallback(_Base):  # type: ignore[misc]
         self._meter = meter = PeakMeter(device)
         held = [*model.parameters(), *model.buffers(), *gradients_of([], model)]
         inner = getattr(optimizer, "optimizer", optimizer)
+        self._loop = model, inner, accumulate, clip
         held += states_of([inner]) if isinstance(inner, Optimizer) else []
         meter.start(part_bytes({"held": held}, device.type)["held"])
         meter.restart()
 
-        self._is_watching, seen, entered = True, list[object](), list[Offload]()
+        self._is_watching, self._is_predicted, self._notes, entered = True, False, (), list[Offload]()
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if not module.training or not torch.is_grad_enabled():
                 return
-            if not seen:
-                seen.append(module)
-                self._predict(module, inner, (args, kwargs), accumulate, clip)
+            if not self._is_predicted:
+                self._predict((args, kwargs))
             if self._offload is not None:
                 entered.append(self._offload.__enter__())
                 self._steps += 1
@@ -182,7 +204,7 @@ class MemGuardCallback(_Base):  # type: ignore[misc]
         """Stop watching, and print one line of what was predicted and measured."""
         for hook in self._hooks:
             hook.remove()
-        self._hooks, self._is_watching = [], False
+        self._hooks, self._is_watching, self._loop = [], False, None
         if self._meter is not None:
             self._meter.close()
         if self._offload is not None:
@@ -193,12 +215,19 @@ class MemGuardCallback(_Base):  # type: ignore[misc]
 
     # -- the prediction
 
-    def _predict(self, model: nn.Module, optimizer: object, given: Given, accumulate: int, clip: float) -> None:
+    def _predict(self, given: Given, own: Loss | None = None) -> None:
+        """Predict once, with a loss of the Trainer's ``own`` if that runs without memory."""
         self._is_watching = False  # the copy has these hooks, too
-        found = attempt(lambda: self._decided(model, optimizer, given, accumulate, clip))
+        assert self._loop is not None
+        loop = self._loop
+        found = attempt(lambda: self._decided(loop, given, own))
         self._is_watching, self.decision = True, found.value
-        if found.value is None:
+        self._is_predicted = found.value is not None or own is None
+        if not self._is_predicted:
+            self._notes = (_NOT_FOLLOWED,)
+        elif found.value is None:
             warn(f"MemGuard does not predict this run: {found.reason}")
+        if found.value is None:
             return
         self._print(setup_text(found.value, "training"))
         if warning := warning_of(found.value):
@@ -206,21 +235,25 @@ class MemGuardCallback(_Base):  # type: ignore[misc]
         footprint, budget = prediction_of(found.value)
         over = footprint.most_device_bytes - budget.usable_bytes
         if over > 0 and self._wanted == "if_needed":
-            self._offload = Offload(model, max(0, footprint.parts["activations"] - over))
+            self._offload = Offload(loop[0], max(0, footprint.parts["activations"] - over))
             self._print("MemGuard: saved activations go to the host; the step stays the same, and takes longer.")
 
-    def _decided(self, model: nn.Module, optimizer: object, given: Given, accumulate: int, clip: float) -> Decision:
+    def _decided(self, loop: Loop, given: Given, own: Loss | None) -> Decision:
+        model, optimizer, accumulate, clip = loop
         args, kwargs = map_tensors(given, lambda tensor: tensor.detach().cpu())
-        loss = self._loss or _own_loss
+        loss = own or self._loss or _own_loss
         subject = subject_of(
             model,
             {"args": args, "kwargs": kwargs},
             step=lambda module, batch: loss(module, *batch["args"], **batch["kwargs"]),
             optimizer=_like(optimizer, model, clip) if isinstance(optimizer, Optimizer) else None,
         )
-        subject = replace(subject, trainer={"accumulate_grad_batches": accumulate})
+        trainer = {"accumulate_grad_batches": accumulate}
+        subject = replace(subject, trainer=trainer, notes=(*subject.notes, *self._notes))
         target, budget = target_and_budget(str(next(model.parameters()).device), self._limits, model)
         with Captures():
+            if own:  # a loss that reads values would take a real run of the whole model
+                capture(program_of(subject, target), subject.batch_size, "fake")
             prediction = predicted(subject, target, capacity_bytes=target.capacity_bytes)
             request = Request(subject.batch_size, accumulate_grad_batches=accumulate, free_to_choose=False)
             return decide(prediction.footprint_at, budget, request)
@@ -234,6 +267,26 @@ def _tried(work: Callable[[], object]) -> None:
     """Run a function; what it raises is a warning."""
     if reason := attempt(work).reason:
         warn(f"MemGuard goes on without: {reason}")
+
+
+_NOT_FOLLOWED = "the loss is that of the model's output: what else the Trainer's compute_loss does was not followed"
+
+
+def _trainer_behind(frame: FrameType | None) -> Any:
+    """Find the Trainer that called this hook, which is given everything else."""
+    while frame is not None:
+        found = frame.f_locals.get("self")
+        if hasattr(type(found), "compute_loss") and hasattr(type(found), "training_step"):
+            return found
+        frame = frame.f_back
+    return None
+
+
+def _has_own_loss(trainer: object) -> bool:
+    """Whether the loss is more than the output's own."""
+    kind: Any = type(trainer)
+    is_theirs = "compute_loss" in vars(trainer) or not kind.compute_loss.__module__.startswith("transformers.")
+    return is_theirs or bool(getattr(trainer, "compute_loss_func", None) or getattr(trainer, "label_smoother", None))
 
 
 def _own_loss(model: Any, *args: Any, **kwargs: Any) -> Any:

@@ -78,6 +78,7 @@ def test_a_fit_is_equal_to_the_bit(settings: dict[str, Any], tmp_path: Path) -> 
         {"optim": "adamw_torch_fused"},
         {"optim": "sgd"},
         {"gradient_accumulation_steps": 2},
+        {"label_smoothing_factor": 0.1},
         {"optim": "adamw_bnb_8bit"},
     ],
     ids=str,
@@ -125,11 +126,47 @@ def test_a_step_that_will_not_fit_is_said_and_moves_its_activations(tmp_path: Pa
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(weights, plain, strict=True))
 
 
+class OwnLoss(transformers.Trainer):  # type: ignore[misc, name-defined]
+    """Takes the labels away, so the model's output has no loss; reads the loss, if asked to."""
+
+    reads = False
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        labels = inputs.pop("labels")
+        logits = model(**inputs).logits
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()) + 1e-3 * logits.square().mean()
+        if self.reads and loss.item() > 100:
+            loss = 2 * loss
+        return loss
+
+
+def own_trainer_of(folder: Path, callbacks: list[Any], reads: bool) -> Any:
+    trainer = trainer_of(folder, callbacks)
+    trainer.__class__ = OwnLoss
+    trainer.reads = reads
+    return trainer
+
+
+def test_a_loss_of_the_trainers_own_is_predicted(tmp_path: Path) -> None:
+    guard = MemGuardCallback()
+    plain, _ = state_after(own_trainer_of(tmp_path, [], reads=False))
+    trainer = own_trainer_of(tmp_path, [guard], reads=False)
+    weights, _ = state_after(trainer)
+    assert "compute_loss" not in vars(trainer)
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(weights, plain, strict=True))
+    squares = 4 * 64 * 512 * 4  # of all logits
+    standard = MemGuardCallback()
+    trainer_of(tmp_path, [standard]).train()
+    more = guard.decision.footprint.peak_allocated_bytes - standard.decision.footprint.peak_allocated_bytes
+    assert guard.decision.footprint.method == "fake"
+    assert more >= squares
+
+
 def test_what_cannot_be_predicted_is_a_warning(tmp_path: Path) -> None:
-    """The label smoother takes the labels away, so the model's output has no loss."""
+    """A loss that reads a value is not followed, and the model's output has none."""
     guard = MemGuardCallback()
     with pytest.warns(UserWarning, match=r"has no loss: pass MemGuardCallback\(loss="):
-        trainer_of(tmp_path, [guard], label_smoothing_factor=0.1).train()
+        own_trainer_of(tmp_path, [guard], reads=True).train()
     assert guard.decision is None
     assert not guard.records
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,8 @@ from lightning_memguard import MemGuardError, estimate
 from lightning_memguard.cli.main import BAD_USE, main
 from lightning_memguard.core.capture.capture import capture_here
 from lightning_memguard.core.decision.decision import Limits
+from lightning_memguard.core.simulation import quantized
+from lightning_memguard.core.trace.loading import _order
 from lightning_memguard.training.planning import by_name
 from lightning_memguard.training.planning.by_name import FineTuning, config_of, largest_of, model_of, subject_by_name
 from lightning_memguard.training.planning.subject import program_of
@@ -195,3 +199,32 @@ def test_the_loss_of_trl_takes_a_tile_of_logits(transformers: Any, small: str) -
     assert found.method == "fake"
     assert tile < found.peak_allocated_bytes < 1.5 * tile
     assert any("loss: of TRL" in note for note in found.notes)
+
+
+def test_weights_are_loaded_in_the_order_in_which_transformers_loads_and_quantizes_them(
+    transformers: Any, small: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("bitsandbytes", reason="of the extra hf, which is not installed")
+    weights = quantized.weights_of(model_of(FineTuning(small, lora=2, bits=4), torch.bfloat16))
+    loading = importlib.import_module("transformers.core_model_loading")
+    moved: list[tuple[int, int]] = []  # bytes, and those of others that are not quantized yet
+    alive: list[weakref.ref[Any]] = []
+    original = loading._materialize_copy
+
+    def noted(*args: Any, **kwargs: Any) -> torch.Tensor:
+        tensor: torch.Tensor = original(*args, **kwargs).clone()
+        linear = tensor.dim() > 1 and len(tensor) != SIZES["vocab_size"]
+        moved.append((tensor.nbytes, sum(each() is not None for each in alive)))
+        alive.extend([weakref.ref(tensor.untyped_storage())] if linear else [])
+        return tensor
+
+    transformers.AutoModelForCausalLM.from_config(config_of(small), dtype=torch.bfloat16).save_pretrained(tmp_path)
+    monkeypatch.setattr(loading, "_materialize_copy", noted)
+    how = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    settings = {"dtype": torch.bfloat16, "quantization_config": how, "device_map": {"": "cpu"}}
+    model = transformers.AutoModelForCausalLM.from_pretrained(str(tmp_path), **settings)
+    order = [place for is_moved, place in _order(weights, quantized.loading_threads()) if is_moved]
+    assert [(weights[place].nbytes, 0) for place in order] == moved
+    assert [(each.nbytes, each.bits) for each in quantized.weights_of(model)] == [
+        (each.nbytes, each.bits) for each in weights if each.name
+    ]

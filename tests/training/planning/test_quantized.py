@@ -142,7 +142,9 @@ def test_optimizers_of_bitsandbytes_take_what_the_profiler_counts(name: str) -> 
     assert -64 <= found.peak_allocated_bytes - measured(network(plain), lambda ps: kind([*ps], lr=1e-3)) <= maps
 
 
-@pytest.mark.parametrize("config", ["Int8WeightOnlyConfig", "Float8WeightOnlyConfig"])
+@pytest.mark.parametrize(
+    "config", ["Int8WeightOnlyConfig", "Float8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig"]
+)
 def test_weights_of_torchao_take_what_the_profiler_counts(config: str) -> None:
     quantization = library("torchao.quantization")
 
@@ -155,6 +157,41 @@ def test_weights_of_torchao_take_what_the_profiler_counts(config: str) -> None:
     assert found.method == "fake"
     assert found.parts["parameters"] < 300_000  # one byte each and the scales; 4 would be 1,064,960
     assert abs(found.peak_allocated_bytes - measured(make())) <= 64  # a scale that is freed a moment earlier
+
+
+def test_an_optimizer_on_the_host_leaves_its_states_there_and_gradients_as_long_as_they_are_copied() -> None:
+    kind = library("torchao.optim").CPUOffloadOptimizer
+    layers, weight = 6, WIDTH * WIDTH * 4
+    parts = {
+        offload: predicted(
+            nn.Sequential(*[plain(WIDTH, WIDTH) for _ in range(layers)]),
+            lambda parameters, offload=offload: kind([*parameters], offload_gradients=offload),
+            device="T4",
+        ).parts
+        for offload in (False, True)
+    }
+    assert [each.get("optimizer_state", 0) for each in parts.values()] == [0, 0]
+    assert [each["parameters"] for each in parts.values()] == [layers * weight] * 2
+    assert parts[False]["gradients"] + parts[False].get("temporaries", 0) >= layers * weight
+    assert parts[True].get("gradients", 0) + parts[True].get("temporaries", 0) < 2 * weight
+
+
+def test_weights_that_are_stored_in_16_bits_are_sharded_by_fsdp() -> None:
+    bnb = library("bitsandbytes")
+    strategies = library("lightning_fabric.strategies")
+
+    def make(i: int, o: int) -> nn.Module:
+        return bnb.nn.Linear4bit(i, o, bias=False, compute_dtype=torch.bfloat16, quant_storage=torch.bfloat16)
+
+    def parameters(**settings: Any) -> int:
+        model, batch = network(make).to(torch.bfloat16), torch.ones(BATCH, WIDTH, dtype=torch.bfloat16)
+        found = estimate(model, batch, step=loss_of, optimizer=adamw, device="T4", **settings)
+        assert found.method == "fake"
+        return found.parts["parameters"]
+
+    packed, adapters = 2 * 2 * WIDTH * 4 * WIDTH // 2, 2 * 2 * WIDTH * 8 * 2
+    strategy = strategies.FSDPStrategy(auto_wrap_policy={Adapted}, use_orig_params=True)
+    assert parameters() - parameters(strategy=strategy, devices=2) == (packed + adapters) // 2
 
 
 def test_before_and_after_quantization_and_on_meta_a_model_takes_the_same_on_a_gpu() -> None:
