@@ -12,8 +12,6 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from lightning_memguard import Decision, MemGuard, MemGuardError
 from lightning_memguard.units import share_of
 
-pytestmark = pytest.mark.usefixtures("here")
-
 
 def data(samples: int) -> TensorDataset:
     return TensorDataset(torch.randn(samples, 16), torch.randint(0, 4, (samples,)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,9 +17,7 @@ from torchmetrics.utilities import dim_zero_cat
 
 from lightning_memguard import MemGuard
 from lightning_memguard.core.decision.decision import Decision
-
-pytestmark = pytest.mark.usefixtures("here")
-
+from tests.long import long_but
 
 MIB = 1024 * 1024
 WEIGHTS = 4 * 333_834  # of `Wide`
@@ -149,7 +148,10 @@ class Scored(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1e-3)
 
 
-@pytest.mark.parametrize(("stage", "size"), [("fit", 64), ("fit", 128), ("validate", 64), ("validate", 1024)])
+@pytest.mark.parametrize(
+    ("stage", "size"),
+    long_but([("fit", 128), ("validate", 1024)], [("fit", 64), ("fit", 128), ("validate", 64), ("validate", 1024)]),
+)
 def test_a_metric_of_a_whole_epoch_is_computed_at_its_end(many: Any, as_measured: Any, stage: str, size: int) -> None:
     """Next to what its steps left: all scores, joined and compared."""
 
@@ -187,8 +189,13 @@ class Sequences(pl.LightningModule):
         self.log("mean", self(batch[0]).float().mean())
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-@pytest.mark.parametrize("kind", ["gru", "self", "cross", "encoder", "masked", "gelu"])
+@pytest.mark.parametrize(
+    ("kind", "precision"),
+    long_but(
+        [("gru", "32-true"), ("cross", "32-true"), ("encoder", "bf16-mixed"), ("masked", "bf16-mixed")],
+        itertools.product(["gru", "self", "cross", "encoder", "masked", "gelu"], ["32-true", "bf16-mixed"]),
+    ),
+)
 def test_what_runs_inside_one_operator(as_measured: Any, kind: str, precision: str) -> None:
     data = TensorDataset(torch.randn(64, 8 if kind == "gru" else 32, 48))  # the profiler sees each step of a GRU
     as_measured(run("validate", lambda: Sequences(kind), data, size=32), precision=precision)
