@@ -30,7 +30,7 @@ PAGES = [page for page in outputs().PAGES if "<!-- output" in page.read_text(enc
 @pytest.mark.skipif(not PINNED, reason="the pages show the output of the pinned version of torch")
 @pytest.mark.parametrize("slow", [False, pytest.param(True, marks=pytest.mark.long)], ids=["quick", "all"])
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_the_output_shown_is_what_the_commands_print(page: Path, slow: bool, tmp_path: Path) -> None:
+def test_the_output_shown_is_what_the_commands_print(page: Path, slow: bool, tmp_path: Path, here: None) -> None:
     text = page.read_text(encoding="utf-8")
     assert outputs().updated(text, tmp_path, slow=slow).splitlines() == text.splitlines()
 

@@ -241,12 +241,15 @@ CONV = ["net:Conv", "--input-shape", "8,3,32,32", "--target-shape", "8:int64:10"
     "arguments",
     [
         [*NET, *DATA, "--device", "T4", "--batch-size", "512", "--max-batch-size", "256"],
-        [*NET, *DATA, "--device", "T4", "--batch-size", "2000"],
+        pytest.param([*NET, *DATA, "--device", "T4", "--batch-size", "2000"], marks=pytest.mark.long),
         [*NET, *DATA, "--device", "T4", "--batch-size", "512", "--devices-per-node", "4", "--strategy", "ddp"],
-        [*NET, *DATA, "--device", "cpu", "--batch-size", "1", "--budget", "1MiB"],
+        pytest.param([*NET, *DATA, "--device", "cpu", "--batch-size", "1", "--budget", "1MiB"], marks=pytest.mark.long),
         [*NET, *SHAPES, "--min-batch-size", "60000", "--device", "cpu", "--budget", "20MiB"],
         # another kernel, and 12 MiB less, from 112 on
-        [*CONV, "--device", "H100", "--margin", "0", "--budget", "655MiB", "--batch-size", "112"],
+        pytest.param(
+            [*CONV, "--device", "H100", "--margin", "0", "--budget", "655MiB", "--batch-size", "112"],
+            marks=pytest.mark.long,
+        ),
         [*CONV, "--device", "H100", "--margin", "0", "--budget", "655MiB", "--batch-size", "111"],
         [*CONV, "--device", "T4", "--max-batch-size", "1"],  # refused by batch norm
     ],

@@ -32,6 +32,7 @@ from lightning_memguard.core.replay.footprint import footprint
 from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.core.trace.trace import WORTH_A_NOTE, Trace
 from lightning_memguard.errors import CannotTraceError, MemGuardError
+from tests.long import long_but
 
 CPU = torch.device("cpu")
 EXACT = AllocatorSettings(kind="exact")
@@ -640,7 +641,7 @@ def mixes(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return plain(model, random.random() * x)
 
 
-@pytest.mark.parametrize("step", [resizes, drops_layers, passes])
+@pytest.mark.parametrize("step", long_but([drops_layers], [resizes, drops_layers, passes]))
 def test_sizes_that_a_step_draws_are_predicted_at_their_largest_whatever_the_seed(step: Any) -> None:
     found = []
     for seed in (0, 3):
