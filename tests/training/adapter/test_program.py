@@ -276,7 +276,7 @@ def test_a_step_reads_what_it_reads_in_the_run(tmp_path: Any, calls: bool) -> No
     )  # fmt: skip
     reads = {**_READS, "an optimizer of the script's Trainer": lambda _: len(fit.optimizers[0].param_groups)}
     if calls:
-        reads = {"a call of the experiment": lambda self: self.logger.experiment.config.update({"x": 1})}
+        reads = {"a call of the experiment": lambda self: self.logger.experiment.config.update({"x": 1}) and None}
         names = dict.fromkeys(("log_metrics", "log_hparams", "save"), lambda *_: None)
         loggers[0]._experiment = SimpleNamespace(config={}, log_dir=str(tmp_path), **names)  # type: ignore[assignment]
     module = Reading(lambda self: {name: repr(read(self)) for name, read in reads.items()})

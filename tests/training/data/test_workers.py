@@ -80,7 +80,7 @@ def test_a_warning_names_what_would_fit(trainer: Any, monkeypatch: pytest.Monkey
     shm_of(100 * PAGE, monkeypatch)
     less = r"500\.0 KiB less; num_workers=0 needs 1\.5 MiB less"
     with pytest.warns(UserWarning, match=rf"does NOT fit /dev/shm: .* {less}"):
-        own = decided(trainer, pages(200), 124, None, num_workers=1)
+        own = decided(trainer, pages(1000), 124, None, num_workers=1)
     assert (own.batch_size, own.fits) == (124, False), "the loader's own size stays"
 
 

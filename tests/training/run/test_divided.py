@@ -132,7 +132,7 @@ def test_what_is_said(fit: Fit) -> None:
     ("kind", "callbacks", "because"),
     [
         ("manual", (), "manual optimization accumulates no gradients"),
-        ("LBFGS", (), "LBFGS accumulates no gradients"),
+        pytest.param("LBFGS", (), "LBFGS accumulates no gradients", marks=pytest.mark.long),
         ("", (GradientAccumulationScheduler({0: 1}),), "a GradientAccumulationScheduler sets the accumulation"),
     ],
 )
