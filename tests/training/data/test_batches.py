@@ -659,8 +659,14 @@ def fit_texts(of: str, loader: Any, *callbacks: pl.Callback) -> list[str]:
     return [str(each.message) for each in caught if "batch" in str(each.message)]
 
 
-@pytest.mark.parametrize(("of", "largest"), [("attention", "8 x 512"), ("contrast", "512 x 8")])
-@pytest.mark.parametrize("made", MADE)
+@pytest.mark.parametrize(
+    ("made", "of", "largest"),
+    [
+        ("a batch sampler", "attention", "8 x 512"),
+        ("a stream of batches", "contrast", "512 x 8"),
+        ("two loaders", "attention", "8 x 512"),
+    ],
+)
 def test_of_batches_of_equal_bytes_the_one_that_takes_the_most_is_predicted(made, of, largest, caplog):
     caplog.set_level(logging.DEBUG, "lightning_memguard")  # with the table
     guard, loader = MemGuard(batch_size="largest", budget="1GiB"), MADE[made](BUCKETS)

@@ -107,8 +107,10 @@ class Images(pl.LightningModule):
         self.log("mean", found.mean())
 
 
-@pytest.mark.parametrize("inference_mode", [True, False])
-@pytest.mark.parametrize("recurrent", [False, True])
+@pytest.mark.parametrize(
+    ("recurrent", "inference_mode"),
+    long_but([(False, True), (True, False)], itertools.product([False, True], [True, False])),
+)
 def test_scratch_inside_kernels_counts_in_validation(as_measured: Any, recurrent: bool, inference_mode: bool) -> None:
     data = TensorDataset(torch.randn(96, 3, 16, 16), torch.zeros(96))
     decision = as_measured(run("validate", lambda: Images(recurrent), data, size=32), inference_mode=inference_mode)
@@ -201,7 +203,10 @@ def test_what_runs_inside_one_operator(as_measured: Any, kind: str, precision: s
     as_measured(run("validate", lambda: Sequences(kind), data, size=32), precision=precision)
 
 
-@pytest.mark.parametrize(("size", "inference_mode"), [(32, True), (32, False), (128, True), (256, True)])
+@pytest.mark.parametrize(
+    ("size", "inference_mode"),
+    long_but([(32, False), (256, True)], [(32, True), (32, False), (128, True), (256, True)]),
+)
 def test_outputs_that_are_kept_stand_there_once_for_every_batch(
     keeping: Any, wide_data: Any, as_measured: Any, size: int, inference_mode: bool
 ) -> None:
@@ -404,8 +409,14 @@ def datamodule_of(package: Any, dataset: Any) -> Any:
     return Data()
 
 
-@pytest.mark.parametrize(("package", "data"), [("lightning.pytorch", "datamodule"), ("pytorch_lightning", "loader")])
-@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
+@pytest.mark.parametrize(
+    ("package", "data", "stage"),
+    [
+        ("lightning.pytorch", "datamodule", "validate"),
+        ("pytorch_lightning", "loader", "test"),
+        ("lightning.pytorch", "datamodule", "predict"),
+    ],
+)
 def test_what_is_evaluated_alone_keeps_its_batches(package: str, stage: str, data: str) -> None:
     """Also where training would be asked to grow: predictions pair with the batches of the data."""
     theirs = importlib.import_module(package)
@@ -464,8 +475,13 @@ class Cast(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-@pytest.mark.parametrize("inference_mode", [True, False])
-@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
+@pytest.mark.parametrize(
+    ("stage", "inference_mode"),
+    long_but(
+        [("validate", True), ("test", True), ("predict", False)],
+        itertools.product(["validate", "test", "predict"], [True, False]),
+    ),
+)
 def test_autocast_keeps_copies_of_weights_where_the_loop_has_it_keep_them(
     as_measured: Any, stage: str, inference_mode: bool
 ) -> None:

@@ -104,7 +104,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return all(torch.equal(value, other[name]) for name, value in one.items())
 
 
-@pytest.mark.parametrize("kind", [Deep, ByHand])
+@pytest.mark.parametrize("kind", [Deep, pytest.param(ByHand, marks=pytest.mark.long)])
 def test_a_batch_that_will_not_fit_runs_whole_with_activations_on_the_host(train: Train, kind: type[Deep]) -> None:
     guard = MemGuard(budget=12 * MIB, max_batch_size=SIZE)
     plain, _, _ = train(None, LONG, kind)
