@@ -21,6 +21,8 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.files import ONE_WORKER
+
 # An example is not wrong because the machine does other work too.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
@@ -88,6 +90,7 @@ if len(_ABSENT) == 1:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.name not in ONE_WORKER)  # first what cannot be divided among workers
     if len(_ABSENT) != 1:
         return
     (absent,) = _ABSENT
@@ -103,23 +106,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=f"the examples import `{absent}`, which is not installed"))
 
 
-# One worker makes what the tests of these files share: processes, trainings, plans.
-SHARING = {
-    *("test_ranks.py", "test_advise.py", "test_ddp.py", "test_layouts_of_ranks.py", "test_examples.py"),
-    *("test_without_tensorboard.py", "test_ways.py", "test_deepspeed.py"),
-}
-
-
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """As ``--dist loadgroup``, which finds no groups under pytest 9.2 (pytest-xdist 3.8)."""
+    """As ``--dist loadgroup``, which finds no groups under pytest 9.2 (pytest-xdist 3.8).
+
+    By function: handed out one at a time, tests of milliseconds leave their workers waiting.
+    """
     from xdist.scheduler import LoadScopeScheduling
 
     class Scheduler(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
-            return file if Path(file).name in SHARING else nodeid
+            return file if Path(file).name in ONE_WORKER else nodeid.partition("[")[0]
 
+    config.option.loadscopereorder = False  # tests of a file stay together, which share its fixtures
     return Scheduler(config, log)
 
 

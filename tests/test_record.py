@@ -70,6 +70,7 @@ def recorder(benchmarks, monkeypatch, tmp_path):
 TRAINS = 'print(input() and \'{"max_reserved": null, "seconds": 0.1}\')'
 
 
+@pytest.mark.long
 def test_a_recording_is_written_and_continued(benchmarks, monkeypatch, tmp_path, capsys):
     record, out = benchmarks("record"), tmp_path / "cpu.json"
     command = ["record.py", "--accelerator", "cpu", "--batch-size", "2", "--only", "gan_adam"]

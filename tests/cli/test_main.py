@@ -158,7 +158,7 @@ def test_a_plan_says_for_each_device_whether_it_fits_and_the_largest_batch(capsy
     assert cpu["asked"]["parts_bytes"]["optimizer_state"] > 2 * cpu["asked"]["parts_bytes"]["parameters"] - 1
 
 
-@pytest.mark.parametrize("leaves_room", [True, False])
+@pytest.mark.parametrize("leaves_room", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_a_plan_is_what_the_callback_would_decide(capsys, monkeypatch, leaves_room: bool) -> None:
     """If the process itself leaves no room for tensors, the callback takes the smallest batch, and warns."""
     import pytorch_lightning as pl
@@ -241,12 +241,15 @@ CONV = ["net:Conv", "--input-shape", "8,3,32,32", "--target-shape", "8:int64:10"
     "arguments",
     [
         [*NET, *DATA, "--device", "T4", "--batch-size", "512", "--max-batch-size", "256"],
-        [*NET, *DATA, "--device", "T4", "--batch-size", "2000"],
+        pytest.param([*NET, *DATA, "--device", "T4", "--batch-size", "2000"], marks=pytest.mark.long),
         [*NET, *DATA, "--device", "T4", "--batch-size", "512", "--devices-per-node", "4", "--strategy", "ddp"],
-        [*NET, *DATA, "--device", "cpu", "--batch-size", "1", "--budget", "1MiB"],
+        pytest.param([*NET, *DATA, "--device", "cpu", "--batch-size", "1", "--budget", "1MiB"], marks=pytest.mark.long),
         [*NET, *SHAPES, "--min-batch-size", "60000", "--device", "cpu", "--budget", "20MiB"],
         # another kernel, and 12 MiB less, from 112 on
-        [*CONV, "--device", "H100", "--margin", "0", "--budget", "655MiB", "--batch-size", "112"],
+        pytest.param(
+            [*CONV, "--device", "H100", "--margin", "0", "--budget", "655MiB", "--batch-size", "112"],
+            marks=pytest.mark.long,
+        ),
         [*CONV, "--device", "H100", "--margin", "0", "--budget", "655MiB", "--batch-size", "111"],
         [*CONV, "--device", "T4", "--max-batch-size", "1"],  # refused by batch norm
     ],
@@ -350,6 +353,7 @@ def test_a_lightning_cli_config_is_read_with_its_optimizer_and_trainer(capsys, p
 
 
 @INSTALLED
+@pytest.mark.long  # as tests/training/planning/test_on_ranks.py
 def test_a_plan_on_several_nodes_is_that_of_a_rank_and_of_all(capsys) -> None:
     on_sixteen = ("--strategy", "deepspeed_stage_2", "--devices-per-node", "8", "--num-nodes", "2")
     answer = answered(capsys, "plan", *NET, *DATA, *on_sixteen, "--device", "H100")

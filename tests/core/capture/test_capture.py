@@ -102,15 +102,15 @@ def test_a_trace_from_a_child_is_the_one_of_this_process(where: str) -> None:
 
 
 @pytest.mark.parametrize("where", ["cpu", "H200"])
-@pytest.mark.parametrize("n", [7, 64, 5000])
-def test_traces_that_were_sent_grow_alike(where: str, n: int) -> None:
+def test_traces_that_were_sent_grow_alike(where: str) -> None:
     """Rules of kernels are sent as data, and are asked again at another size."""
     program = words(where)
     made = [in_this_process(program, size) for size in (4, 8, 16)]
     growth = grow([pickle.loads(pickle.dumps(trace)) for trace in made])
-    assert growth.at(n) == grow(made).at(n)
-    assert growth.at(n).events == in_this_process(program, n).events
-    assert PackedGrowth.of(growth).at(n) == growth.at(n)
+    for n in (7, 5000):
+        assert growth.at(n) == grow(made).at(n)
+        assert growth.at(n).events == in_this_process(program, n).events
+        assert PackedGrowth.of(growth).at(n) == growth.at(n)
 
 
 def test_what_was_captured_is_not_captured_again(here: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,8 +233,8 @@ def test_a_step_that_crashes_at_other_sizes_is_known_at_its_own() -> None:
 @pytest.mark.parametrize(
     ("work", "most", "silent", "reason"),
     [
-        (len, 600.0, 1.0, "it went on for 1 s without calling an operator of torch"),
-        (torch.sin, 3.0, 600.0, "it had not ended after 3 s"),
+        (len, 600.0, 0.6, "it went on for 1 s without calling an operator of torch"),
+        (torch.sin, 1.4, 600.0, "it had not ended after 1 s"),
     ],
     ids=["without operators", "with operators"],
 )

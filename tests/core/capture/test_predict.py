@@ -32,6 +32,7 @@ from lightning_memguard.core.replay.footprint import footprint
 from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.core.trace.trace import WORTH_A_NOTE, Trace
 from lightning_memguard.errors import CannotTraceError, MemGuardError
+from tests.long import long_but
 
 CPU = torch.device("cpu")
 EXACT = AllocatorSettings(kind="exact")
@@ -66,19 +67,21 @@ def peak(n: int) -> int:
 # A plain module in PyTorch's own loop
 
 
-@pytest.mark.parametrize("n", [16, 17, 100, 4096])
-def test_the_footprint_at_any_size_is_the_sum_one_does_by_hand(n):
-    footprint = predicted().footprint_at(n)
-    assert footprint.peak_allocated_bytes == peak(n)
-    assert {part: nbytes for part, nbytes in footprint.parts.items() if nbytes} == {
-        "parameters": 128,
-        "gradients": 128,
-        "optimizer_state": 128,
-        "batch": 16 * n,
-        "workspaces": 32 * n,
-        "activations": 8,
-    }
-    assert (footprint.batch_size, footprint.phase, footprint.method, footprint.notes) == (n, "backward", "fake", ())
+def test_the_footprint_at_any_size_is_the_sum_one_does_by_hand():
+    prediction = predicted()
+    for n in (16, 17, 100, 4096):
+        footprint = prediction.footprint_at(n)
+        assert footprint.peak_allocated_bytes == peak(n)
+        assert {part: nbytes for part, nbytes in footprint.parts.items() if nbytes} == {
+            "parameters": 128,
+            "gradients": 128,
+            "optimizer_state": 128,
+            "batch": 16 * n,
+            "workspaces": 32 * n,
+            "activations": 8,
+        }
+        known = (footprint.batch_size, footprint.phase, footprint.method, footprint.notes)
+        assert known == (n, "backward", "fake", ())
 
 
 def test_without_an_optimizer_there_are_gradients_alone():
@@ -640,7 +643,7 @@ def mixes(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return plain(model, random.random() * x)
 
 
-@pytest.mark.parametrize("step", [resizes, drops_layers, passes])
+@pytest.mark.parametrize("step", long_but([drops_layers], [resizes, drops_layers, passes]))
 def test_sizes_that_a_step_draws_are_predicted_at_their_largest_whatever_the_seed(step: Any) -> None:
     found = []
     for seed in (0, 3):

@@ -43,7 +43,7 @@ def raise_(error: BaseException) -> None:
 @pytest.fixture
 def short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool_module, "MOST_SECONDS", 120.0)
-    monkeypatch.setattr(pool_module, "SILENT_SECONDS", 1.0)
+    monkeypatch.setattr(pool_module, "SILENT_SECONDS", 0.6)
     monkeypatch.setattr(pool_module, "BLOCKED_SECONDS", 0.5)
     monkeypatch.setattr(pool_module, "_BEAT_SECONDS", 0.05)
     monkeypatch.setattr(pool_module, "_POLL_SECONDS", 0.1)
@@ -97,19 +97,19 @@ def test_an_endless_loop_is_given_up() -> None:
 
 @pytest.mark.usefixtures("short_limits")
 def test_an_endless_loop_with_signs_of_life_has_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool_module, "MOST_SECONDS", 3.0)
+    monkeypatch.setattr(pool_module, "MOST_SECONDS", 1.4)
 
     def loop() -> None:
         while True:
             beat()
 
-    assert run(loop) == Answer(lost="it had not ended after 3 s")
+    assert run(loop) == Answer(lost="it had not ended after 1 s")
 
 
 @pytest.mark.usefixtures("short_limits")
 def test_long_work_with_signs_of_life_is_waited_for() -> None:
     def work() -> int:
-        end = time.monotonic() + 1.5
+        end = time.monotonic() + 1.0
         while time.monotonic() < end:
             beat()
         return 1
@@ -184,7 +184,7 @@ def test_a_lock_that_another_thread_holds_is_not_waited_for(trusted: bool) -> No
 @pytest.mark.usefixtures("short_limits")
 def test_a_trusted_child_takes_the_time_it_needs() -> None:
     def work() -> int:
-        end = time.monotonic() + 2.5
+        end = time.monotonic() + 1.0
         while time.monotonic() < end:
             pass
         return 1

@@ -55,7 +55,9 @@ def zoo_cases() -> list[Any]:
     zoo = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = zoo
     spec.loader.exec_module(zoo)
-    return [pytest.param(case, id=case.name) for case in zoo.CASES]
+    few = zoo.CASES[::3]
+    marks = {case.name: () if case in few else pytest.mark.long for case in zoo.CASES}
+    return [pytest.param(case, id=case.name, marks=marks[case.name]) for case in zoo.CASES]
 
 
 def traced_case(case: Any, *, walked: bool) -> Trace:

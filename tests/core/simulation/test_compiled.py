@@ -188,7 +188,9 @@ def broken() -> Any:
     return branching()
 
 
-@pytest.mark.parametrize(("reads", "is_real"), [("a count", False), ("the batch", True)])
+@pytest.mark.parametrize(
+    ("reads", "is_real"), [pytest.param("a count", False, marks=pytest.mark.long), ("the batch", True)]
+)
 def test_a_compiled_step_reads_the_values_that_it_reads_as_written(broken, reads, is_real):
     found = branching(reads)
     assert (found.method, found.peak_allocated_bytes) == ("compiled", broken.peak_allocated_bytes)

@@ -17,6 +17,7 @@ from lightning_memguard.core.capture.program import LoopProgram, tensors
 from lightning_memguard.core.capture.recorder import Recorder, watching
 from lightning_memguard.core.simulation import cudnn_rnn
 from lightning_memguard.core.trace.trace import Event, Trace
+from tests.long import long_but
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:PyTorch was compiled without cuDNN"),
@@ -102,7 +103,7 @@ def test_one_sequence_without_a_batch_is_shaped_as_the_real_one(kind: Any) -> No
 
 
 @pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize(("kind", "name"), LAYERS, ids=IDS)
+@pytest.mark.parametrize(("kind", "name"), long_but(LAYERS[::4], LAYERS))
 def test_a_whole_step_runs_on_fake_tensors_through_one_operator(kind: Any, name: str, training: bool) -> None:
     found = estimate(
         kind(FEATURES, HIDDEN, **OPTIONS[name]),

@@ -669,6 +669,7 @@ for packet, overloads in before.items():
 """
 
 
+@pytest.mark.long
 def test_importing_us_after_dtensor_leaves_torchs_operators_the_same_objects() -> None:
     """DTensor's rules are kept by operator: with another ``mul_.Tensor`` in its place, FSDP2 finds no rule for it."""
     done = subprocess.run([sys.executable, "-c", _AFTER_DTENSOR], capture_output=True, text=True, check=False)

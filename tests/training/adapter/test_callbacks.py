@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import os
 import re
 from collections.abc import Callable
@@ -20,9 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_memguard import MemGuard
 from lightning_memguard.core.decision.decision import Decision
 from lightning_memguard.training.adapter.callbacks import averages, hooks_that_compute, notes_on_profiler
-
-pytestmark = pytest.mark.usefixtures("here")
-
+from tests.long import long_but
 
 WEIGHTS = 4 * 333_834  # of `Wide`
 
@@ -125,8 +124,7 @@ def test_where_nothing_is_to_be_chosen_a_late_average_is_counted_too(
     assert decision.footprint.parts["callbacks"] == WEIGHTS
 
 
-@pytest.mark.parametrize("when", ["__init__", "setup", "on_fit_start"])
-@pytest.mark.parametrize("guard_first", [True, False])
+@pytest.mark.parametrize(("when", "guard_first"), [("__init__", True), ("setup", True), ("on_fit_start", False)])
 def test_an_average_of_the_users_own_is_counted_once(
     trainer: Any, wide: Any, wide_data: TensorDataset, when: str, guard_first: bool
 ) -> None:
@@ -200,8 +198,13 @@ def test_what_belongs_to_the_module_is_not_counted_for_a_callback(
 # -- pruning
 
 
-@pytest.mark.parametrize("epochs", [1, 2, 4])
-@pytest.mark.parametrize("method", ["l1_unstructured", "random_unstructured"])
+@pytest.mark.parametrize(
+    ("method", "epochs"),
+    long_but(
+        [("l1_unstructured", 2), ("random_unstructured", 1)],
+        itertools.product(["l1_unstructured", "random_unstructured"], [1, 2, 4]),
+    ),
+)
 def test_pruning_at_the_end_of_epochs(wide: Any, wide_data: Any, as_measured: Any, method: str, epochs: int) -> None:
     """All weights are sorted at the end of an epoch, and masks and pruned copies stay."""
     decision = as_measured(

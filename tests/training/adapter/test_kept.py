@@ -106,10 +106,16 @@ def test_the_epoch_in_which_memory_ends_is_predicted(small: Any, tuned: Any, tra
     [
         ("output", "self.outputs", "self.outputs.append(hidden.detach())", 8 * HIDDEN, False, True),
         ("graph", "self.outputs", "self.outputs.append(hidden.detach())", 8 * (HIDDEN + 16 + 64) + 4, True, True),
-        ("batch", "self.outputs", "self.outputs.append(hidden.detach())", 8 * 16 * 4, False, True),
+        pytest.param(
+            *("batch", "self.outputs", "self.outputs.append(hidden.detach())", 8 * 16 * 4, False, True),
+            marks=pytest.mark.long,
+        ),
         ("cleared", "self.emptied", "self.emptied.append(hidden.detach())", 8 * HIDDEN, False, False),
         ("unknown", "", "hidden = self.net[0](batch[0])", 8 * HIDDEN, False, False),
-        ("bounded", "self.ring", "self.ring.append(hidden.detach())", 8 * HIDDEN, False, False),
+        pytest.param(
+            *("bounded", "self.ring", "self.ring.append(hidden.detach())", 8 * HIDDEN, False, False),
+            marks=pytest.mark.long,
+        ),
         ("never_reset", "self.metric.value", "self.metric.update(hidden.detach())", 8 * HIDDEN, False, True),
         ("reset", "self.logged.value", "self.logged.update(hidden.detach())", 8 * HIDDEN, False, False),
         ("replaced", "", "", 0, False, False),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-pytestmark = pytest.mark.usefixtures("here")
+from tests.long import long_but
 
 
 def module_of(base: Any, is_due: Callable[[Any, int], bool]) -> Any:
@@ -44,7 +44,7 @@ DUE: dict[str, tuple[Callable[[Any, int], bool], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", DUE)
+@pytest.mark.parametrize("name", long_but(("every 5 accumulated steps", "the last batch", "an epoch's hook"), DUE))
 def test_a_step_that_comes_later_is_as_measured(name: str, wide: Any, wide_data: Any, as_measured: Any) -> None:
     is_due, settings = DUE[name]
     decision = as_measured(

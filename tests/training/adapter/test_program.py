@@ -19,6 +19,7 @@ from lightning_memguard.core.simulation.compiled import NOTE
 from lightning_memguard.core.trace.trace import Trace
 from lightning_memguard.training.adapter.shadow import _call_after_step
 from lightning_memguard.training.run.tune import Tuning
+from tests.long import long_but
 
 
 def phases(trace: Trace) -> list[str]:
@@ -170,7 +171,9 @@ class Compiled(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-@pytest.mark.parametrize("by", ["trainer.fit", "net", "Module.compile", "method", "function"])
+@pytest.mark.parametrize(
+    "by", long_but(["trainer.fit", "method"], ["trainer.fit", "net", "Module.compile", "method", "function"])
+)
 def test_what_is_compiled_runs_on_the_copy_as_written_and_compiled(
     trainer: Any, dataset: TensorDataset, tuned: Any, by: str
 ) -> None:
@@ -259,13 +262,11 @@ _READS = {
     "log_every_n_steps": lambda self: self.trainer.log_every_n_steps,
     "a method of one's own Trainer": lambda self: self.trainer.rate(),
     "the Trainer by another name": lambda self: self.other.optimizers[0].param_groups[0]["lr"],
-    "a call of the experiment": lambda self: self.logger.experiment.config.update({"x": 1}) and None,
 }
 
 
-@pytest.mark.usefixtures("here")
-@pytest.mark.parametrize("read", [*_READS, "an optimizer of the script's Trainer"])
-def test_a_step_reads_what_it_reads_in_the_run(tmp_path: Any, read: str) -> None:
+@pytest.mark.parametrize("calls", [False, True], ids=["reads", "a call of the experiment"])
+def test_a_step_reads_what_it_reads_in_the_run(tmp_path: Any, calls: bool) -> None:
     """Differences here made a step fail on the copy, or take another branch."""
     loggers = [pl.loggers.CSVLogger(tmp_path, name="csv"), pl.loggers.TensorBoardLogger(tmp_path, name="board")]
     callback, guard = Marked(), MemGuard(batch_size="largest", max_batch_size=20)
@@ -273,32 +274,29 @@ def test_a_step_reads_what_it_reads_in_the_run(tmp_path: Any, read: str) -> None
         accelerator="cpu", max_epochs=1, logger=loggers, callbacks=[callback, guard], log_every_n_steps=7,
         enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False, default_root_dir=tmp_path,
     )  # fmt: skip
-    module = Reading(_READS.get(read) or (lambda _: len(fit.optimizers[0].param_groups)))
+    reads = {**_READS, "an optimizer of the script's Trainer": lambda _: len(fit.optimizers[0].param_groups)}
+    if calls:
+        reads = {"a call of the experiment": lambda self: self.logger.experiment.config.update({"x": 1}) and None}
+        names = dict.fromkeys(("log_metrics", "log_hparams", "save"), lambda *_: None)
+        loggers[0]._experiment = SimpleNamespace(config={}, log_dir=str(tmp_path), **names)  # type: ignore[assignment]
+    module = Reading(lambda self: {name: repr(read(self)) for name, read in reads.items()})
     module.other = fit
     kept.clear()
-    if read == "a call of the experiment":
-        loggers[0]._experiment = SimpleNamespace(  # type: ignore[assignment]
-            config={},
-            log_metrics=lambda *_: None,
-            log_hparams=lambda *_: None,
-            save=lambda: None,
-            log_dir=str(tmp_path),
-        )
     fit.fit(module, datamodule=OwnData())
     assert guard.decision is not None
     assert guard.decision.footprint is not None
     assert (guard.decision.footprint.method, guard.decision.batch_size) == ("fake", 20)
-    real = {repr(value) for is_real, value in kept if is_real}
-    copies = [repr(value) for is_real, value in kept if not is_real]
-    assert len(real) == 1
-    assert real.issubset(copies), "at the size that was chosen, the copy reads the same"
-    assert len(set(copies)) == 1 or read in ("the loader", "the datamodule")
+    for name in reads:
+        real = {read[name] for is_real, read in kept if is_real}
+        copies = {read[name] for is_real, read in kept if not is_real}
+        assert len(real) == 1
+        assert real <= copies, f"{name}: at the size that was chosen, the copy reads the same"
+        assert len(copies) == 1 or name in ("the loader", "the datamodule"), name
     assert callback.started == 5
-    if read == "a call of the experiment":
+    if calls:
         assert loggers[0].experiment.config == {"x": 1}, "once, in the run"
 
 
-@pytest.mark.usefixtures("here")
 @pytest.mark.parametrize("stage", ["predict", "validate"])
 def test_loaders_of_an_evaluation_have_a_length(trainer: Any, dataset: TensorDataset, stage: str) -> None:
     guard, name = (
@@ -345,7 +343,6 @@ def footprint_of(tuning: Tuning) -> Any:
     return tuning.profile.prediction.footprint_at(10)
 
 
-@pytest.mark.usefixtures("here")
 def test_what_may_be_trained_later_is_in_the_range(trainer: Any, dataset: TensorDataset, tuned: Any) -> None:
     """The first epoch takes what a frozen layer takes; at most, a step takes what it does with all layers trained."""
     found, frozen, trained = (
@@ -367,7 +364,6 @@ class NeverTrained(Unfreezing):
         return super().training_step(batch, batch_idx)
 
 
-@pytest.mark.usefixtures("here")
 def test_what_may_be_trained_later_and_cannot_be_predicted_is_noted(trainer: Any, dataset: Any, tuned: Any) -> None:
     found = footprint_of(tuned(trainer(max_epochs=2), NeverTrained(), dataset))
     assert any("that is not predicted" in note for note in found.notes)
@@ -404,7 +400,6 @@ class Stream(IterableDataset[Any]):
         return iter([(torch.zeros(16), 0)] * 100)
 
 
-@pytest.mark.usefixtures("here")
 @pytest.mark.parametrize(("limits", "at_a_time"), [({}, 2), ({"limit_train_batches": 4}, 1)])
 def test_a_stream_is_prefetched_unless_its_batches_are_counted(
     trainer: Any, small: Any, tuned: Any, limits: dict[str, int], at_a_time: int

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import logging
 import warnings
 from collections import UserDict, deque
@@ -22,6 +23,7 @@ from torch.utils.data import DataLoader, default_collate
 
 from lightning_memguard import MemGuard
 from lightning_memguard.core.isolation.pool import Children
+from tests.long import long_but
 
 FEATURES, WIDTH, CLASSES, STEPS, NODES = 32, 64, 4, 6, 5
 SAMPLES, CHOSEN = 48, 24
@@ -504,6 +506,14 @@ EXACT = (
 )
 
 
+# How a batch is put together is tested in tests/core/batch; here, one of each way to capture and to scale it.
+QUICK = (
+    *("jagged", "a nested dict", "an object with nested tensors", "with text, numbers and None"),
+    *("views of one tensor", "time first, transposed", "graphs counted by value", "packed, LSTM"),
+    *("packed in the step, GRU", "packed in the step, unequal lengths"),
+)
+
+
 def measured(kind: Kind, batch_size: int, **options: Any) -> int:
     """All samples as large as the first, and made before the profile begins: they are not a part of the training."""
     torch.manual_seed(0)
@@ -512,7 +522,7 @@ def measured(kind: Kind, batch_size: int, **options: Any) -> int:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", long_but(QUICK, KINDS))
 def test_the_size_is_chosen_and_trained_and_the_prediction_is_what_the_profiler_sees(name):
     decision, collate = guarded(KINDS[name])
     assert (decision.outcome, decision.batch_size) == ("tuned", CHOSEN), decision.reason
@@ -573,8 +583,13 @@ def plain_bytes() -> int:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("owner", ["module", "datamodule"])
-@pytest.mark.parametrize("hook", [Hooks.Before, Hooks.Transfer, Hooks.After])
+@pytest.mark.parametrize(
+    ("hook", "owner"),
+    long_but(
+        [(Hooks.Before, "datamodule"), (Hooks.Transfer, "module"), (Hooks.After, "datamodule")],
+        itertools.product([Hooks.Before, Hooks.Transfer, Hooks.After], ["module", "datamodule"]),
+    ),
+)
 def test_a_hook_that_changes_the_batch_counts(hook, owner, plain_bytes):
     options = hooked(hook, owner)
     decision, collate = guarded(KINDS["a tuple"], **options)
@@ -644,8 +659,14 @@ def fit_texts(of: str, loader: Any, *callbacks: pl.Callback) -> list[str]:
     return [str(each.message) for each in caught if "batch" in str(each.message)]
 
 
-@pytest.mark.parametrize(("of", "largest"), [("attention", "8 x 512"), ("contrast", "512 x 8")])
-@pytest.mark.parametrize("made", MADE)
+@pytest.mark.parametrize(
+    ("made", "of", "largest"),
+    [
+        ("a batch sampler", "attention", "8 x 512"),
+        ("a stream of batches", "contrast", "512 x 8"),
+        ("two loaders", "attention", "8 x 512"),
+    ],
+)
 def test_of_batches_of_equal_bytes_the_one_that_takes_the_most_is_predicted(made, of, largest, caplog):
     caplog.set_level(logging.DEBUG, "lightning_memguard")  # with the table
     guard, loader = MemGuard(batch_size="largest", budget="1GiB"), MADE[made](BUCKETS)

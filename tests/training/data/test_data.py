@@ -31,13 +31,11 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from lightning_memguard import MemGuard
 from lightning_memguard.training.data import loaders as loaders_of_run
 from lightning_memguard.training.facts.run_facts import read_run_facts
+from tests.long import long_but
 from tests.training.data.test_loaders import Planned
 from tests.training.quiet import quiet_trainer
 
-pytestmark = [
-    pytest.mark.usefixtures("here"),
-    pytest.mark.filterwarnings("ignore::pytorch_lightning.utilities.warnings.PossibleUserWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore::pytorch_lightning.utilities.warnings.PossibleUserWarning")
 
 
 def numbered(count: int = 100) -> TensorDataset:
@@ -213,8 +211,15 @@ LOADERS: dict[str, Any] = {
 }
 
 
+# A generator, a sampler, a batch sampler, a stream, samples fetched at once, a loader's state, several loaders.
+QUICK = (
+    *("shuffled by a generator", "a subclass", "weighted", "a subclass of the batch sampler", "a batch sampler"),
+    *("a stream with a length", "many at once", "a stateful loader", "a nesting", "max_size_cycle"),
+)
+
+
 @pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__`")
-@pytest.mark.parametrize("kind", LOADERS)
+@pytest.mark.parametrize("kind", long_but(QUICK, LOADERS))
 def test_a_run_is_the_one_that_a_size_by_hand_would_give(kind: str) -> None:
     """Same samples in the same batches, two epochs long; and the user's own loader goes on at its own size."""
     torch.manual_seed(1)  # torchdata draws its sampler's seed when the loader is made
@@ -229,7 +234,7 @@ def test_a_run_is_the_one_that_a_size_by_hand_would_give(kind: str) -> None:
         assert len(next(flat(next(iter(mine))))) == 4
 
 
-@pytest.mark.parametrize("kind", ["shuffled", "a batch sampler", "min_size", "a stateful loader"])
+@pytest.mark.parametrize("kind", ["a batch sampler", "min_size"])
 def test_the_same_in_the_other_package(kind: str) -> None:
     combined = importlib.import_module("lightning.pytorch.utilities").CombinedLoader
     made = []

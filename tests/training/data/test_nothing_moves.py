@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from lightning_memguard import MemGuard
 from lightning_memguard.errors import CannotTraceError
 from lightning_memguard.training.data.copies import refuse_one_shot
+from tests.long import long_but
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="without a fork, such data is not read at all")
 STREAM: Iterator[int] = iter(())  # of the program at hand
@@ -249,8 +250,11 @@ def train(make: Callable[[], tuple[Net, Any]], *guard: MemGuard) -> tuple[list[A
     return module.seen, module.layer.weight.tolist()
 
 
+QUICK = [*READ[::2], *LEFT_ALONE[::2]]
+
+
 @pytest.mark.filterwarnings("ignore:MemGuard")
-@pytest.mark.parametrize("make", [*READ, *LEFT_ALONE], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("make", long_but(QUICK, [*READ, *LEFT_ALONE]))
 def test_the_training_sees_every_batch(make: Callable[[], tuple[Net, Any]]) -> None:
     """If it could be read in a child, it was, and the step is predicted; else the decision says that it was not."""
     check = MemGuard("check")

@@ -70,19 +70,18 @@ def test_as_many_batches_fit_as_are_in_flight(
 ) -> None:
     """A batch of 30 samples takes a page of labels, and as many pages as its images."""
     shm_of(in_flight * (30 * PAGE + PAGE), monkeypatch)
-    found = decided(trainer, pages(1000), 4, None, **loader)
+    found = decided(trainer, pages(200), 4, None, **loader)
     assert (found.batch_size, found.limited_by) == (30, "shared_memory")
     assert found.host is not None
     assert found.host.shared_bytes == in_flight * 31 * PAGE
-    own = decided(trainer, pages(1000), 50, None, **loader)
-    assert (own.batch_size, own.fits) == (50, False), "the loader's own size stays, with a warning"
 
 
 def test_a_warning_names_what_would_fit(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     shm_of(100 * PAGE, monkeypatch)
     less = r"500\.0 KiB less; num_workers=0 needs 1\.5 MiB less"
     with pytest.warns(UserWarning, match=rf"does NOT fit /dev/shm: .* {less}"):
-        decided(trainer, pages(1000), 124, None, num_workers=1)
+        own = decided(trainer, pages(1000), 124, None, num_workers=1)
+    assert (own.batch_size, own.fits) == (124, False), "the loader's own size stays"
 
 
 def test_without_workers_nothing_is_shared(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,8 +93,8 @@ def test_without_workers_nothing_is_shared(trainer: Any, monkeypatch: pytest.Mon
 def test_the_workers_of_validation_take_their_share(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """One batch of 30 is trained on while two of 10 are made, and two more lie ready since the validation before."""
     shm_of(3 * 31 * PAGE + 2 * 11 * PAGE, monkeypatch)
-    validation = DataLoader(pages(1000), 10, num_workers=1)
-    found = decided(trainer, pages(1000), 4, validation, num_workers=1)
+    validation = DataLoader(pages(200), 10, num_workers=1)
+    found = decided(trainer, pages(200), 4, validation, num_workers=1)
     assert (found.batch_size, found.limited_by) == (30, "shared_memory")
 
 

@@ -7,6 +7,7 @@ import logging
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,27 +27,37 @@ Seen = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Seen, Seen]]:
-    """Observations of each rank in every scenario of the program, run once."""
-    folder = tmp_path_factory.mktemp("ranks")
-    on_ranks(2, two_ranks.main, folder)
+    """Observations of each rank in the scenarios of the program, run once."""
+    return of_both_ranks(two_ranks.main, tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.fixture(scope="module")
+def seen_long(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Seen, Seen]]:
+    return of_both_ranks(two_ranks.long_main, tmp_path_factory.mktemp("long_ranks"))
+
+
+def of_both_ranks(work: Callable[..., None], folder: Path) -> dict[str, tuple[Seen, Seen]]:
+    on_ranks(2, work, folder)
     both = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1)]
     return {name: (both[0][name], both[1][name]) for name in both[0]}
 
 
-@pytest.mark.parametrize("scenario", ["budgets", "swapped"])
+@pytest.mark.parametrize(
+    ("fixture", "scenario"), [("seen", "budgets"), pytest.param("seen_long", "swapped", marks=pytest.mark.long)]
+)
 def test_the_smallest_of_what_each_rank_can_hold_is_chosen_by_all(
-    seen: dict[str, tuple[Seen, Seen]], scenario: str
+    request: pytest.FixtureRequest, fixture: str, scenario: str
 ) -> None:
     """100 KiB on one rank and 200 KiB on the other, whichever it is: the size that 100 KiB hold."""
-    here, there = seen[scenario]
-    assert here["size"] == there["size"] == seen["budgets"][0]["size"]
+    here, there = request.getfixturevalue(fixture)[scenario]
+    assert here["size"] == there["size"] == request.getfixturevalue("seen")["budgets"][0]["size"]
     assert 4 < here["size"] < 100
     assert here["limited_by"] == there["limited_by"] == "memory"
     assert here["fits"]
     assert there["fits"]
-    batches = -(-500 // here["size"])
+    batches = -(-200 // here["size"])
     assert here["sizes"][:-1] == there["sizes"][:-1] == [here["size"]] * (batches - 1)
-    assert sum(here["sizes"]) == sum(there["sizes"]) == 500
+    assert sum(here["sizes"]) == sum(there["sizes"]) == 200
 
 
 def test_the_buckets_that_ranks_exchange_are_counted(seen: dict[str, tuple[Seen, Seen]]) -> None:
@@ -60,7 +71,7 @@ def test_if_one_rank_fails_to_predict_none_tunes_the_run(seen: dict[str, tuple[S
         assert rank["error"] == ""
         assert rank["outcome"] == "stepped aside"
         assert rank["reason"] == "rank 1: ZeroDivisionError: only here"
-        assert rank["sizes"] == [4] * 125
+        assert rank["sizes"] == [4] * 50
 
 
 def test_a_rank_that_nothing_fits_stops_all_before_they_start(seen: dict[str, tuple[Seen, Seen]]) -> None:
@@ -80,7 +91,7 @@ def test_all_ranks_divide_a_batch_that_one_of_them_cannot_hold(seen: dict[str, t
         assert rank["size"] < 100
         assert rank["size"] * rank["accumulate"] == 200
         assert rank["limited_by"] == "memory"
-        assert len(rank["sizes"]) == 500 / rank["size"]
+        assert len(rank["sizes"]) == 200 / rank["size"]
 
 
 def test_ranks_on_one_host_share_what_it_has_free(seen: dict[str, tuple[Seen, Seen]]) -> None:
@@ -185,13 +196,18 @@ def test_another_machine_and_a_given_budget_are_not_shared(other: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("scenario", "plain"),
-    [("one offloads", "whole"), ("both offload", "whole"), ("one offloads, accumulated", "whole, accumulated")],
+    ("fixture", "scenario", "plain"),
+    [
+        ("seen", "one offloads", "whole"),
+        pytest.param("seen_long", "both offload", "whole", marks=pytest.mark.long),
+        pytest.param("seen_long", "one offloads, accumulated", "whole, accumulated", marks=pytest.mark.long),
+    ],
 )
 def test_ranks_whose_activations_are_elsewhere_train_as_all_others(
-    seen: dict[str, tuple[Seen, Seen]], scenario: str, plain: str
+    request: pytest.FixtureRequest, fixture: str, scenario: str, plain: str
 ) -> None:
     """To the bit: the other rank sees the same collectives, buffers and parameters without a gradient included."""
+    seen = request.getfixturevalue(fixture)
     for rank, whole in zip(seen[scenario], seen[plain], strict=True):
         assert (rank["error"], rank["step"]) == ("", whole["step"])
         assert rank["state"] == whole["state"]

@@ -44,7 +44,7 @@ def fit(
     ckpt_path: str | None = None,
     save: str = "",
     module: Module | None = None,
-    samples: int = 1000,
+    samples: int = 400,
     size: int = 4,
     validates: bool = False,
     **settings: Any,
@@ -131,7 +131,6 @@ def offloaded(*ranks: int, **settings: Any) -> dict[str, Any]:
 def scenarios(folder: Path) -> dict[str, Callable[[], dict[str, Any]]]:
     return {
         "budgets": lambda: fit(MemGuard(batch_size="largest", budget=(100 if RANK == 0 else 200) * KIB)),
-        "swapped": lambda: fit(MemGuard(batch_size="largest", budget=(200 if RANK == 0 else 100) * KIB)),
         "one fails": one_fails,
         "one too small": lambda: fit(MemGuard(batch_size="largest", budget=(800 if RANK == 0 else 1) * KIB)),
         "effective": lambda: fit(MemGuard(budget=100 * KIB, keep_effective_batch_size=256)),
@@ -141,6 +140,13 @@ def scenarios(folder: Path) -> dict[str, Callable[[], dict[str, Any]]]:
         "resume": lambda: resume(folder),
         "whole": offloaded,
         "one offloads": lambda: offloaded(1),
+    }
+
+
+def long_scenarios() -> dict[str, Callable[[], dict[str, Any]]]:
+    return {
+        "swapped": lambda: fit(MemGuard(batch_size="largest", budget=(200 if RANK == 0 else 100) * KIB)),
+        "whole": offloaded,
         "both offload": lambda: offloaded(0, 1),
         "whole, accumulated": lambda: offloaded(accumulate_grad_batches=2),
         "one offloads, accumulated": lambda: offloaded(0, accumulate_grad_batches=2),
@@ -148,11 +154,19 @@ def scenarios(folder: Path) -> dict[str, Callable[[], dict[str, Any]]]:
 
 
 def main(rank: int, folder: Path) -> None:
+    write(rank, folder, scenarios(folder))
+
+
+def long_main(rank: int, folder: Path) -> None:
+    write(rank, folder, long_scenarios())
+
+
+def write(rank: int, folder: Path, runs: dict[str, Callable[[], dict[str, Any]]]) -> None:
     global RANK  # noqa: PLW0603
     RANK = rank
     MemGuard.__init__.__kwdefaults__["min_steps_per_epoch"] = None  # epochs of a few steps
     count_tensors_alone()
-    seen = run_all(scenarios(folder), in_children=("budgets", "one fails"))
+    seen = run_all(runs, in_children=("budgets", "one fails"))
     (folder / f"rank{rank}.json").write_text(json.dumps(seen))
 
 

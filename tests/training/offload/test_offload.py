@@ -422,13 +422,13 @@ def test_a_graph_does_not_hold_the_module():
     loss.backward()
 
 
-def test_120_steps_grow_nothing():
+def test_60_steps_grow_nothing():
     def resident() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
     module = nn.Sequential(*[nn.Sequential(nn.Linear(256, 256), nn.BatchNorm1d(256), nn.GELU()) for _ in range(4)])
     constant, offload, sizes, ends = torch.randn(512, 256), offload_activations(module), [], set()
-    for index in range(120):
+    for index in range(60):
         with offload:
             loss = (module(constant) * constant).std(0).mean()
         if index % 10:  # each tenth is abandoned
@@ -438,7 +438,7 @@ def test_120_steps_grow_nothing():
         file._space.freed.append((file._space.take(1), 1))
         sizes.append(resident())
         ends.add(file._space.end)
-    assert sizes[-1] - sizes[20] < 16 << 20  # a leaked activation a step would be 50 MiB
+    assert sizes[-1] - sizes[20] < 16 << 20  # a leaked activation a step would be 20 MiB
     assert max(ends) <= 40 << 20
 
 
@@ -597,7 +597,7 @@ def test_those_who_forbid_hooks_have_none():
     forbidden.__exit__(None, None, None)
 
 
-@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("whole", [pytest.param(True, marks=pytest.mark.long), False])
 def test_a_compiled_module_is_the_same(whole):
     from torch._dynamo import compiled_autograd
 

@@ -213,7 +213,7 @@ def test_pairs_save_more_than_either_and_are_never_two_of_a_kind(stacked: Advice
 
 
 def test_side_by_side_remedies_give_what_they_give_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    options: dict[str, Any] = {"share": 0.4, "only": ("SGD", "bf16-mixed", "accumulation")}
+    options: dict[str, Any] = {"share": 0.4, "only": ("SGD", "bf16-mixed")}
     one_by_one = tried(program_of(Stacked()), **options)
     monkeypatch.setattr("lightning_memguard.core.isolation.pool.can_fork", lambda: True)
     for module in ("capture", "leftovers"):

@@ -251,7 +251,6 @@ def test_step_and_optimizer_of_a_lightning_module_are_its_own(either):
         )
 
 
-@pytest.mark.usefixtures("here")
 def test_a_step_that_has_to_run_for_real_runs_at_small_sizes_alone():
     """Who asks what a GPU needs for a huge batch may sit at a laptop."""
     sizes = []
@@ -657,20 +656,20 @@ def test_what_is_not_there_is_not_touched():
 
 @pytest.mark.parametrize("keeps", [False, True])
 def test_what_the_loop_keeps_is_counted_as_the_profiler_sees_it(keeps, monkeypatch):
-    """Logits of 4 x 512 x 10,000, that a loop's variable holds until the next forward pass has returned."""
+    """Logits of 4 x 128 x 2,000, that a loop's variable holds until the next forward pass has returned."""
     monkeypatch.syspath_prepend(Path(__file__).parents[3] / "benchmarks")
     truth = importlib.import_module("shared.truth")
-    batch = torch.ones(4, 512, 16)
+    batch = torch.ones(4, 128, 16)
 
     def loss_of(logits: torch.Tensor) -> torch.Tensor:
-        return nn.functional.cross_entropy(logits.flatten(0, 1).exp(), torch.zeros(2048, dtype=torch.long))
+        return nn.functional.cross_entropy(logits.flatten(0, 1).exp(), torch.zeros(512, dtype=torch.long))
 
     def step(model: nn.Module, given: torch.Tensor) -> Any:
         logits = model(given)
         return (loss_of(logits), logits) if keeps else loss_of(logits)
 
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        real = nn.Linear(16, 10_000)
+        real = nn.Linear(16, 2000)
         optimizer, logits = torch.optim.SGD(real.parameters()), None
         for _ in range(3):
             optimizer.zero_grad()
@@ -682,7 +681,7 @@ def test_what_the_loop_keeps_is_counted_as_the_profiler_sees_it(keeps, monkeypat
             loss.backward()
             optimizer.step()
     _, measured = truth.peak_of(truth.memory_events(profiler))
-    found = estimate(nn.Linear(16, 10_000), batch, step=step, optimizer=torch.optim.SGD, device="cpu")
+    found = estimate(nn.Linear(16, 2000), batch, step=step, optimizer=torch.optim.SGD, device="cpu")
     assert abs(found.peak_allocated_bytes - found.parts["batch"] - measured) <= 64
 
 

@@ -23,8 +23,6 @@ from lightning_memguard.errors import CannotTraceError
 from lightning_memguard.training.run import choose, epochs
 from lightning_memguard.units import MIB
 
-pytestmark = pytest.mark.usefixtures("here")
-
 
 @pytest.fixture(autouse=True)
 def _with_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -775,6 +775,7 @@ assert not failed, failed
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs to fork")
 def test_one_lightning_package_may_stand_for_the_other() -> None:
     """Each in a fork of a process that has imported only one: the import takes longer than the rest."""

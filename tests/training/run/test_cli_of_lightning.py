@@ -154,6 +154,7 @@ def test_two_guards_are_one_too_many() -> None:
     assert "keep one" in str(refused.value)
 
 
+@pytest.mark.long
 def test_nothing_of_ours_is_imported_for_a_dotted_path() -> None:
     """The path is enough: a script without any import of ours may name it in its YAML."""
     script = f"""

@@ -16,9 +16,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_memguard import Decision, MemGuard, MemGuardError
 from lightning_memguard.training.run import choose
 
-pytestmark = pytest.mark.usefixtures("here")
-
-
 KIB = 1 << 10
 
 
@@ -83,12 +80,12 @@ def decided(guard: MemGuard) -> Decision:
 @pytest.mark.parametrize(
     "settings",
     [
-        {},
+        pytest.param({}, marks=pytest.mark.long),
         {"accumulate_grad_batches": 2},
-        {"limit_train_batches": 3, "val_check_interval": 2},
+        pytest.param({"limit_train_batches": 3, "val_check_interval": 2}, marks=pytest.mark.long),
         {"val_check_interval": 2, "check_val_every_n_epoch": None, "max_epochs": 2},
-        {"val_check_interval": 0.5},
-        {"max_steps": 3},
+        pytest.param({"val_check_interval": 0.5}, marks=pytest.mark.long),
+        pytest.param({"max_steps": 3}, marks=pytest.mark.long),
     ],
     ids=str,
 )
@@ -135,7 +132,7 @@ def test_what_is_said(fit: Fit) -> None:
     ("kind", "callbacks", "because"),
     [
         ("manual", (), "manual optimization accumulates no gradients"),
-        ("LBFGS", (), "LBFGS accumulates no gradients"),
+        pytest.param("LBFGS", (), "LBFGS accumulates no gradients", marks=pytest.mark.long),
         ("", (GradientAccumulationScheduler({0: 1}),), "a GradientAccumulationScheduler sets the accumulation"),
     ],
 )

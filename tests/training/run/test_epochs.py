@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,8 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_memguard import Decision, MemGuard, MemGuardError
 from lightning_memguard.units import share_of
-
-pytestmark = pytest.mark.usefixtures("here")
+from tests.long import long_but
 
 
 def data(samples: int) -> TensorDataset:
@@ -163,8 +163,10 @@ def test_an_epoch_sees_no_more_samples_than_at_the_loaders_own_size(
     assert found.limited_by == ("dataset" if expected == 600 else name)
 
 
-@pytest.mark.parametrize("multiple_of", [1, 7, 16, 30])
-@pytest.mark.parametrize("share", [0.1, 0.3, 0.55, 0.9])
+@pytest.mark.parametrize(
+    ("share", "multiple_of"),
+    long_but([(0.1, 1), (0.3, 7), (0.55, 30), (0.9, 16)], itertools.product([0.1, 0.3, 0.55, 0.9], [1, 7, 16, 30])),
+)
 def test_shares_of_an_epoch_see_no_more_samples_at_any_size(decided: Any, share: float, multiple_of: int) -> None:
     settings = {"limit_train_batches": share}
     found = decided(DataLoader(data(601), 16), settings, min_steps_per_epoch=None, multiple_of=multiple_of)

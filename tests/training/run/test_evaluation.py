@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,9 +17,7 @@ from torchmetrics.utilities import dim_zero_cat
 
 from lightning_memguard import MemGuard
 from lightning_memguard.core.decision.decision import Decision
-
-pytestmark = pytest.mark.usefixtures("here")
-
+from tests.long import long_but
 
 MIB = 1024 * 1024
 WEIGHTS = 4 * 333_834  # of `Wide`
@@ -108,8 +107,10 @@ class Images(pl.LightningModule):
         self.log("mean", found.mean())
 
 
-@pytest.mark.parametrize("inference_mode", [True, False])
-@pytest.mark.parametrize("recurrent", [False, True])
+@pytest.mark.parametrize(
+    ("recurrent", "inference_mode"),
+    long_but([(False, True), (True, False)], itertools.product([False, True], [True, False])),
+)
 def test_scratch_inside_kernels_counts_in_validation(as_measured: Any, recurrent: bool, inference_mode: bool) -> None:
     data = TensorDataset(torch.randn(96, 3, 16, 16), torch.zeros(96))
     decision = as_measured(run("validate", lambda: Images(recurrent), data, size=32), inference_mode=inference_mode)
@@ -149,7 +150,10 @@ class Scored(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1e-3)
 
 
-@pytest.mark.parametrize(("stage", "size"), [("fit", 64), ("fit", 128), ("validate", 64), ("validate", 1024)])
+@pytest.mark.parametrize(
+    ("stage", "size"),
+    long_but([("fit", 128), ("validate", 1024)], [("fit", 64), ("fit", 128), ("validate", 64), ("validate", 1024)]),
+)
 def test_a_metric_of_a_whole_epoch_is_computed_at_its_end(many: Any, as_measured: Any, stage: str, size: int) -> None:
     """Next to what its steps left: all scores, joined and compared."""
 
@@ -187,14 +191,22 @@ class Sequences(pl.LightningModule):
         self.log("mean", self(batch[0]).float().mean())
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-@pytest.mark.parametrize("kind", ["gru", "self", "cross", "encoder", "masked", "gelu"])
+@pytest.mark.parametrize(
+    ("kind", "precision"),
+    long_but(
+        [("gru", "32-true"), ("cross", "32-true"), ("encoder", "bf16-mixed"), ("masked", "bf16-mixed")],
+        itertools.product(["gru", "self", "cross", "encoder", "masked", "gelu"], ["32-true", "bf16-mixed"]),
+    ),
+)
 def test_what_runs_inside_one_operator(as_measured: Any, kind: str, precision: str) -> None:
     data = TensorDataset(torch.randn(64, 8 if kind == "gru" else 32, 48))  # the profiler sees each step of a GRU
     as_measured(run("validate", lambda: Sequences(kind), data, size=32), precision=precision)
 
 
-@pytest.mark.parametrize(("size", "inference_mode"), [(32, True), (32, False), (128, True), (256, True)])
+@pytest.mark.parametrize(
+    ("size", "inference_mode"),
+    long_but([(32, False), (256, True)], [(32, True), (32, False), (128, True), (256, True)]),
+)
 def test_outputs_that_are_kept_stand_there_once_for_every_batch(
     keeping: Any, wide_data: Any, as_measured: Any, size: int, inference_mode: bool
 ) -> None:
@@ -397,8 +409,14 @@ def datamodule_of(package: Any, dataset: Any) -> Any:
     return Data()
 
 
-@pytest.mark.parametrize(("package", "data"), [("lightning.pytorch", "datamodule"), ("pytorch_lightning", "loader")])
-@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
+@pytest.mark.parametrize(
+    ("package", "data", "stage"),
+    [
+        ("lightning.pytorch", "datamodule", "validate"),
+        ("pytorch_lightning", "loader", "test"),
+        ("lightning.pytorch", "datamodule", "predict"),
+    ],
+)
 def test_what_is_evaluated_alone_keeps_its_batches(package: str, stage: str, data: str) -> None:
     """Also where training would be asked to grow: predictions pair with the batches of the data."""
     theirs = importlib.import_module(package)
@@ -457,8 +475,13 @@ class Cast(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-@pytest.mark.parametrize("inference_mode", [True, False])
-@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
+@pytest.mark.parametrize(
+    ("stage", "inference_mode"),
+    long_but(
+        [("validate", True), ("test", True), ("predict", False)],
+        itertools.product(["validate", "test", "predict"], [True, False]),
+    ),
+)
 def test_autocast_keeps_copies_of_weights_where_the_loop_has_it_keep_them(
     as_measured: Any, stage: str, inference_mode: bool
 ) -> None:

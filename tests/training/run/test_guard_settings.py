@@ -15,8 +15,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memguard import MemGuard, MemGuardError
 
-pytestmark = pytest.mark.usefixtures("here")
-
 
 class Counted(pl.LightningModule):
     """Notes the size of each batch it is given, and the number of the optimizer's steps."""

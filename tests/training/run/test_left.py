@@ -93,7 +93,10 @@ def line_of(cls: type, text: str) -> int:
 
 @pytest.mark.parametrize(
     ("kind", "holder", "put", "remedy"),
-    [(Carries, "self.h", "self.h = h", "`.detach()`"), (Appends, "self.seen", ".append(", "Keep less there")],
+    [
+        pytest.param(Carries, "self.h", "self.h = h", "`.detach()`", marks=pytest.mark.long),
+        (Appends, "self.seen", ".append(", "Keep less there"),
+    ],
 )
 def test_a_refusal_names_the_attribute_its_line_and_the_remedy_first(tmp_path, kind, holder, put, remedy):
     with pytest.raises(DoesNotFitError) as caught:

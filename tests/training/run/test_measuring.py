@@ -158,6 +158,7 @@ def collated(folder: str) -> list[tuple[int, int, int]]:
     return found
 
 
+@pytest.mark.long  # as `benchmarks/overhead.py process`
 def test_collating_many_small_samples_is_within_the_range(tmp_path):
     """Each sample is two tensors: some 600 bytes an object, and the data is 84. In a process that nobody has used."""
     code = f"import json; from {__name__} import collated; print(json.dumps(collated({str(tmp_path)!r})))"

@@ -20,9 +20,6 @@ from lightning_memguard.units import KIB
 SMALL, LARGE = 60 * KIB, 400 * KIB
 
 
-pytestmark = pytest.mark.usefixtures("here")
-
-
 class Sized(pl.LightningModule):
     """Knows its batch size, and notes what it was at each turn."""
 

@@ -286,7 +286,7 @@ GRADIENT_BYTES = 4 * sum(p.numel() for p in Net().parameters())
 # -- what a reader learns
 
 
-@pytest.mark.parametrize("method", ["fake", "real"])
+@pytest.mark.parametrize("method", ["fake", pytest.param("real", marks=pytest.mark.long)])
 @pytest.mark.parametrize(("name", "lightly"), RUNS)
 def test_every_batch_peaks_where_the_profiler_saw_it_peak(
     name: str, lightly: bool, method: str, lowest: Any, predict: Any

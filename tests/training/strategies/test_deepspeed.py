@@ -65,7 +65,7 @@ MEASURED = {
 
 
 # The others are compared by `make long`, and all cases by the benchmark.
-QUICK = {"stage2", "stage2_groups", "stage2_offload", "stage3_tight", "stage3_fp16"}
+QUICK = {"stage2_groups", "stage3_tight"}
 
 
 @INSTALLED

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,18 +32,28 @@ Seen = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Seen, Seen]]:
-    """Observations of each rank in every scenario of the program, run once."""
-    folder = tmp_path_factory.mktemp("shards")
-    on_ranks(2, two_shards.main, folder)
+    """Observations of each rank in the scenarios of the program, run once."""
+    return of_both_ranks(two_shards.main, tmp_path_factory.mktemp("shards"))
+
+
+@pytest.fixture(scope="module")
+def seen_long(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Seen, Seen]]:
+    return of_both_ranks(two_shards.long_main, tmp_path_factory.mktemp("long_shards"))
+
+
+def of_both_ranks(work: Callable[..., None], folder: Path) -> dict[str, tuple[Seen, Seen]]:
+    on_ranks(2, work, folder)
     here, there = (json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1))
     return {name: (here[name], there[name]) for name in here}
 
 
-@pytest.mark.parametrize("scenario", ["fsdp", "tensor"])
+@pytest.mark.parametrize(
+    ("fixture", "scenario"), [("seen", "fsdp"), pytest.param("seen_long", "tensor", marks=pytest.mark.long)]
+)
 def test_both_ranks_take_the_largest_size_that_fits_and_train_as_at_a_size_set_by_hand(
-    seen: dict[str, tuple[Seen, Seen]], scenario: str
+    request: pytest.FixtureRequest, fixture: str, scenario: str
 ) -> None:
-    here, there = seen[scenario]
+    here, there = request.getfixturevalue(fixture)[scenario]
     assert here["size"] == there["size"] > 2
     for rank in (here, there):
         assert (rank["outcome"], rank["method"], rank["notes"], rank["alike"]) == ("tuned", "fake", [], True)
@@ -88,14 +100,16 @@ def test_the_effective_batch_counts_ranks_with_samples_of_their_own(seen: dict[s
         assert rank["size"] * rank["accumulate"] == 240
 
 
-def test_validation_is_predicted_next_to_it(seen: dict[str, tuple[Seen, Seen]]) -> None:
-    for rank in seen["validates"]:
+@pytest.mark.long
+def test_validation_is_predicted_next_to_it(seen_long: dict[str, tuple[Seen, Seen]]) -> None:
+    for rank in seen_long["validates"]:
         assert (rank["outcome"], rank["notes"], rank["error"]) == ("tuned", [], "")
-        assert rank["size"] == seen["fsdp"][0]["size"]
+        assert rank["size"] == seen_long["plain"][0]["size"]
 
 
-def test_a_step_that_runs_out_is_not_done_again(seen: dict[str, tuple[Seen, Seen]]) -> None:
-    for rank in seen["runs out"]:
+@pytest.mark.long
+def test_a_step_that_runs_out_is_not_done_again(seen_long: dict[str, tuple[Seen, Seen]]) -> None:
+    for rank in seen_long["runs out"]:
         assert (rank["error"], rank["sizes"]) == (
             "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB",
             [2] * 3,
@@ -103,17 +117,21 @@ def test_a_step_that_runs_out_is_not_done_again(seen: dict[str, tuple[Seen, Seen
         assert "done again" not in " ".join(rank["error_notes"])
 
 
-def test_a_fit_goes_on_at_the_size_of_a_checkpoint_of_shards_and_says_so(seen: dict[str, tuple[Seen, Seen]]) -> None:
-    for rank in seen["resumes"]:
-        assert rank["size"] == rank["before"] == seen["fsdp"][0]["size"]
+@pytest.mark.long
+def test_a_fit_goes_on_at_the_size_of_a_checkpoint_of_shards_and_says_so(
+    seen_long: dict[str, tuple[Seen, Seen]],
+) -> None:
+    for rank in seen_long["resumes"]:
+        assert rank["size"] == rank["before"] == seen_long["plain"][0]["size"]
         assert set(rank["sizes"]) == {rank["size"]}
-    first, _ = seen["resumes"]
+    first, _ = seen_long["resumes"]
     *_, last = first["printed"].split(": batch size ")
     assert last.startswith(f"{first['size']} (was 2)")
 
 
-def test_a_check_leaves_the_size_as_it_is(seen: dict[str, tuple[Seen, Seen]]) -> None:
-    for rank in seen["check"]:
+@pytest.mark.long
+def test_a_check_leaves_the_size_as_it_is(seen_long: dict[str, tuple[Seen, Seen]]) -> None:
+    for rank in seen_long["check"]:
         assert (rank["outcome"], rank["method"], rank["sizes"]) == ("checked", "fake", [2] * 4)
 
 

@@ -261,28 +261,41 @@ def resumes(folder: Path) -> Seen:
     return {**seen_of(other), "before": seen_of(guard)["size"], "sizes": module.sizes, "printed": printed.getvalue()}
 
 
-def scenarios(folder: Path) -> dict[str, Callable[[], Seen]]:
+def scenarios() -> dict[str, Callable[[], Seen]]:
     return {
         "fsdp": lambda: tuned(2, 1),
-        "tensor": lambda: tuned(1, 2),
         "one fails": one_fails,
-        "runs out": lambda: fit(MemGuard(mode="tune", max_batch_size=2), strategy(2, 1), 2, RunsOut)[0],
         "one offloads": one_offloads,
         "twice": twice,
         "effective": lambda: fit(MemGuard(budget=BUDGET, keep_effective_batch_size=240), strategy(1, 2), 2)[0],
-        "validates": lambda: fit(MemGuard(batch_size="largest", budget=BUDGET), strategy(2, 1), 2, limit_val_batches=2)[
-            0
-        ],
+    }
+
+
+def long_scenarios(folder: Path) -> dict[str, Callable[[], Seen]]:
+    largest = {"batch_size": "largest", "budget": BUDGET}
+    return {
+        "tensor": lambda: tuned(1, 2),
+        "runs out": lambda: fit(MemGuard(mode="tune", max_batch_size=2), strategy(2, 1), 2, RunsOut)[0],
+        "plain": lambda: fit(MemGuard(**largest), strategy(2, 1), 2)[0],
+        "validates": lambda: fit(MemGuard(**largest), strategy(2, 1), 2, limit_val_batches=2)[0],
         "resumes": lambda: resumes(folder),
         "check": lambda: fit(MemGuard(mode="check", budget=BUDGET), strategy(2, 1), 2)[0],
     }
 
 
 def main(rank: int, folder: Path) -> None:
+    write(rank, folder, scenarios())
+
+
+def long_main(rank: int, folder: Path) -> None:
+    write(rank, folder, long_scenarios(folder))
+
+
+def write(rank: int, folder: Path, runs: dict[str, Callable[[], Seen]]) -> None:
     MemGuard.__init__.__kwdefaults__["min_steps_per_epoch"] = None  # epochs of a few steps
     for home in (loaders, choose):
         home.spoiled_by = lambda *_: None  # type: ignore[attr-defined]  # limits only end these fits early
     pool.processors = lambda: 1  # each rank captures in one child at a time: together they have two
     profiles.process_bytes = lambda *_: NOTHING  # type: ignore[assignment]  # it would be most of the budget
-    seen = {name: run() for name, run in scenarios(folder).items()}
+    seen = {name: run() for name, run in runs.items()}
     (folder / f"rank{rank}.json").write_text(json.dumps(seen))
