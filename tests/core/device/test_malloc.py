@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import sys
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,7 @@ import torch
 from lightning_memguard.core.device import malloc
 from lightning_memguard.core.device.host import status_bytes
 from lightning_memguard.units import KIB, MIB
+from tests.forks import CONTEXT
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.skipif(
@@ -26,23 +27,19 @@ def resident() -> int:
 
 
 def in_a_child(work: Callable[[], int]) -> int:
-    """MiB that the work answers, in a forked process whose heap has no holes of this one's earlier tests left."""
-    read, write = os.pipe()
-    child = os.fork()
-    if child == 0:
-        torch.set_num_threads(1)
-        answer, held = b"failed", [torch.empty(600 * KIB // 4) for _ in range(1000)]
-        try:
-            assert held
-            answer = str(work() // MIB).encode()
-        finally:
-            os.write(write, answer)
-            os._exit(0)
-    os.close(write)
-    with os.fdopen(read) as file:
-        found = file.read()
-    os.waitpid(child, 0)
-    return int(found)
+    """MiB that the work answers, in a process whose heap has no holes of earlier tests: they would be taken first."""
+    read, write = CONTEXT.Pipe(duplex=False)
+    process = CONTEXT.Process(target=_answer, args=(work, write))
+    process.start()
+    write.close()
+    found: int = read.recv()
+    process.join()
+    return found // MIB
+
+
+def _answer(work: Callable[[], int], write: Connection) -> None:
+    torch.set_num_threads(1)
+    write.send(work())
 
 
 def _leave_holes() -> list[torch.Tensor]:
@@ -62,36 +59,39 @@ def _kept_by_a_training() -> int:
     return resident() - before
 
 
-def test_what_a_training_frees_goes_back_although_an_earlier_one_left_holes() -> None:
-    def work() -> int:
-        held = _leave_holes()
-        malloc.return_freed_memory(CPU)
-        kept = _kept_by_a_training()
-        return kept if held else 0
+def _after_holes() -> int:
+    held = _leave_holes()
+    malloc.return_freed_memory(CPU)
+    kept = _kept_by_a_training()
+    return kept if held else 0
 
-    assert in_a_child(work) == 0
+
+def test_what_a_training_frees_goes_back_although_an_earlier_one_left_holes() -> None:
+    assert in_a_child(_after_holes) == 0
+
+
+def _of_activations() -> int:
+    malloc.return_freed_memory(CPU)
+    before = resident()
+    tensors = [torch.ones(600 * KIB // 4) for _ in range(60)]
+    between = [torch.ones(KIB) for _ in range(60)]
+    del tensors
+    return resident() - before if between else 0
 
 
 def test_activations_of_some_hundred_kibibytes_go_back_too() -> None:
-    def work() -> int:
-        malloc.return_freed_memory(CPU)
-        before = resident()
-        tensors = [torch.ones(600 * KIB // 4) for _ in range(60)]
-        between = [torch.ones(KIB) for _ in range(60)]
-        del tensors
-        return resident() - before if between else 0
+    assert in_a_child(_of_activations) == 0
 
-    assert in_a_child(work) == 0
+
+def _undone() -> int:
+    held = _leave_holes()
+    malloc.return_freed_memory(CPU)()
+    kept = _kept_by_a_training()
+    return kept if held else 0
 
 
 def test_undone_glibc_may_use_the_holes_again() -> None:
-    def work() -> int:
-        held = _leave_holes()
-        malloc.return_freed_memory(CPU)()
-        kept = _kept_by_a_training()
-        return kept if held else 0
-
-    assert in_a_child(work) >= 20
+    assert in_a_child(_undone) >= 20
 
 
 def test_the_user_s_own_thresholds_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
