@@ -555,6 +555,7 @@ def write_allocator_state(path: str) -> None:
 _PACKING = ("version_of", "base_of", "is_view", "has_no_memory", "sequence_number", "saved_hooks")
 PARTS = {
     "make_saved": (),  # checkpoints of torch 2.13 and newer call it, others need not
+    "flexible_attention": ("compile",),
     **dict.fromkeys(("own_function", "attention_order", "count_devices_again"), ("cuda",)),
     **dict.fromkeys(("saved_handles", "clear_saved"), ("every run", "cuda")),
     **dict.fromkeys((*_PACKING, "putting_of_saved_hooks", "forbidding_of_saved_hooks"), ("every run", "offload")),

@@ -277,6 +277,14 @@ NOT_NEEDED = {
     "torch._C._get_sdp_priority_order",
     "torch._C._autograd._get_current_graph_task_keep_graph",
     "torch._inductor.fx_passes.joint_graph.UniformValueConstantFolder._deduce_value",
+    # nor by a step that is compiled for the CPU, without FlexAttention or random numbers in a checkpoint
+    "torch._higher_order_ops.flex_attention",
+    "torch._prims.rng_prims.run_and_save_rng_state",
+    "torch._prims.rng_prims.run_with_rng_state",
+    "torch._dynamo.device_interface.CudaInterface.exchange_device",
+    "torch._dynamo.device_interface.CudaInterface.get_raw_stream",
+    "torch._dynamo.device_interface.CudaInterface.maybe_exchange_device",
+    "torch._dynamo.device_interface.CudaInterface.raise_if_triton_unavailable",
 }
 
 
