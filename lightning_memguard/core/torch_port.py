@@ -326,8 +326,7 @@ def flexible_attention() -> dict[Any, tuple[Function, Function]]:
     """Give FlexAttention and its backward pass rules under a mode: for each what makes its results, and its formula."""
     of: Any = importlib.import_module("torch._higher_order_ops.flex_attention")
     made: Any = find("torch._higher_order_ops.utils.registered_hop_fake_fns")
-    key = torch._C.DispatchKey.CompositeExplicitAutograd
-    return {each: (made[each], each.py_kernels[key]) for each in (of.flex_attention, of.flex_attention_backward)}
+    return {each: (made[each], eager_kernel(each)) for each in (of.flex_attention, of.flex_attention_backward)}
 
 
 def multiplies_bfloat16() -> bool:

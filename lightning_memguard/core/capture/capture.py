@@ -355,6 +355,8 @@ def capture_here(
         Exception: whatever the user's own code raised.
     """
     trace = _captured(program, batch_size, method, variant, later=later)
+    if not quantized.is_imported():  # to inspect a program is to set it up once more
+        return trace
     weights = program.inspect(lambda module, _: quantized.weights_of(module))
     return with_loading(trace, weights, quantized.loading_threads()) if weights else trace
 

@@ -127,7 +127,8 @@ _BY_FLOPS = (
 class Watcher(Protocol):
     """Notes what a compilation cannot decide without a device; a recorder is one."""
 
-    assumptions: dict[str, None]
+    def assume(self, note: str) -> None:
+        """Note an assumption, once."""
 
     def note_autotuning(self) -> None:
         """Something is compiled whose kernels torch would choose by their speed."""
@@ -141,15 +142,18 @@ class Watcher(Protocol):
 
 def share_saved() -> float:
     """The share of what a compiled graph would save for its backward pass that the user lets it save."""
-    return importlib.import_module("torch._functorch.config").activation_memory_budget  # type: ignore[no-any-return]
+    return _functorch_config().activation_memory_budget  # type: ignore[no-any-return]
 
 
 def saving(share: float | None) -> AbstractContextManager[None]:
     """Let graphs that are compiled save so much; None: as much as the user lets them."""
     if share is None:
         return nullcontext()
-    functorch: Any = importlib.import_module("torch._functorch.config")
-    return functorch.patch(activation_memory_budget=share)  # type: ignore[no-any-return]
+    return _functorch_config().patch(activation_memory_budget=share)  # type: ignore[no-any-return]
+
+
+def _functorch_config() -> Any:
+    return importlib.import_module("torch._functorch.config")
 
 
 @contextmanager
@@ -166,10 +170,10 @@ def compiling(watcher: Watcher) -> Iterator[None]:
         always = {name for name in (*_CHOOSE_KERNELS, _GRAPHS) if operator.attrgetter(name)(inductor)}
         quiet = {**_QUIET, **dict.fromkeys((*_CHOOSE_KERNELS, *_ON_DEVICE), False)}
         exits.enter_context(inductor.patch({name: value for name, value in quiet.items() if name in inductor._config}))
-        functorch: Any = importlib.import_module("torch._functorch.config")
+        functorch = _functorch_config()
         exits.enter_context(functorch.patch(enable_autograd_cache=False, graphsafe_rng_functionalization=False))
         if share_saved() < 1 and functorch.activation_memory_budget_runtime_estimator == "profile":
-            watcher.assumptions[_BY_FLOPS] = None
+            watcher.assume(_BY_FLOPS)
             exits.enter_context(functorch.patch(activation_memory_budget_runtime_estimator="flops"))
         patches = (*_without_kernels(), *_in_memory(watcher.pooled), *_through_dispatch(), *_when_walked())
         for home, name, instead in (*patches, _without_timing(watcher, always)):

@@ -64,6 +64,11 @@ def _tensors_of(state: object) -> Iterator[Tensor]:
                 yield from _tensors_of(value)
 
 
+def is_imported() -> bool:
+    """Know whether this process may hold weights that bitsandbytes quantized."""
+    return _LIBRARY in sys.modules
+
+
 def weights_of(module: nn.Module) -> list[Weight]:
     """Describe the parameters of a module, if transformers quantized a model in it; else none."""
     marks = ("is_loaded_in_4bit", "is_loaded_in_8bit")
@@ -121,7 +126,7 @@ def fakes_of(module: nn.Module, fake: Callable[[Tensor], Tensor], mode: Any, dev
 
 def share_states(module: nn.Module) -> None:
     """Let the modules of a copy hold the states of their weights, which FSDP takes off the weights."""
-    if _LIBRARY in sys.modules:
+    if is_imported():
         for child in filter(_is_theirs, module.modules()):
             for parameter in child.parameters(recurse=False):
                 if (state := getattr(parameter, "quant_state", None)) is not None:
