@@ -181,7 +181,7 @@ def run_hook(
         with patched(recorder, module=name):
             _call(trainer, module, owner, hook)
     except Exception as error:  # noqa: BLE001 - the user's code may raise anything, and often needs values here
-        recorder.assumptions[_not_run(name, _why(error))] = None
+        recorder.assume(_not_run(name, _why(error)))
         recorder.expect(COPIES * max(0, kept), "activations", at_most=True)
 
 
@@ -225,7 +225,7 @@ def run_after_training(
             bound(owner, hook, module, recorder, max(kept_bytes, nbytes), _why(error))
         elif nbytes >= WORTH_A_NOTE:
             note = f"{name} takes {format_bytes(nbytes)} at the end of an epoch, which is included"
-            recorder.assumptions[note] = None
+            recorder.assume(note)
 
 
 def _stays(recorder: Recorder, nbytes: int) -> None:
@@ -243,14 +243,14 @@ def bound(owner: object, hook: str, module: nn.Module, recorder: Recorder, kept_
     name = f"{type(owner).__name__}.{hook}"
     recorder.expect(COPIES * kept_bytes, "activations", at_most=True)
     if kept_bytes >= WORTH_A_NOTE:
-        recorder.assumptions[_not_run(name, why)] = None
+        recorder.assume(_not_run(name, why))
     names = UsersCode(owner, *module.modules()).names(hook)
     on_host = recorder.device_type != "cpu" and "cpu" in names
     if "state_dict" in names and names & {"deepcopy", "clone"} and not on_host:
         weights = part_bytes({"": [*module.parameters(), *module.buffers()]}, recorder.device_type)[""]
         _stays(recorder, weights)
         if weights >= WORTH_A_NOTE:
-            recorder.assumptions[f"{name} keeps a copy of the weights: {format_bytes(weights)}, included"] = None
+            recorder.assume(f"{name} keeps a copy of the weights: {format_bytes(weights)}, included")
 
 
 def bound_collected(
@@ -264,7 +264,7 @@ def bound_collected(
         if keeps(owner, hook) and not runs(owner) and nbytes >= WORTH_A_NOTE:
             recorder.expect((1 + COPIES) * nbytes, "activations", at_most=True)
             name = f"{type(owner).__name__}.{hook}"
-            recorder.assumptions[f"at most, {name} keeps the results of an epoch, and copies them"] = None
+            recorder.assume(f"at most, {name} keeps the results of an epoch, and copies them")
 
 
 def _check(in_all: int) -> None:

@@ -76,7 +76,7 @@ def _compute(
     except Exception as error:  # noqa: BLE001 - it may need values
         reason = f"{type(error).__name__}: {error}".splitlines()[0][:100]
         note = f"what {type(metric).__name__} computes at the end of the epoch is not included ({reason})"
-        recorder.assumptions[note] = None
+        recorder.assume(note)
 
 
 def _of_all(batch_size: int, samples: int, entries: list[torch.Tensor], *, fake: bool) -> torch.Tensor:

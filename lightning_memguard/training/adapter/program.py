@@ -125,7 +125,7 @@ class LightningProgram(LightningStep):
                 shadow.marker.end_epoch(shadow.trainer, module_copy)
         if self.stage == "fit" and not recorder.ran_backward:
             note = "training_step led to no backward pass (did it return None?): its memory is not included"
-            recorder.assumptions[note] = None
+            recorder.assume(note)
 
     def layer_table(self, batch_size: int) -> LayerTable:
         """Return the memory and FLOPs of each layer in the first step, called as Lightning calls it."""

@@ -454,14 +454,14 @@ class PhaseMarkerMixin:
         limit, in_all = self.program.trainer.limit_train_batches, (count(1) if count else None) or 0
         samples = min(limit * size, in_all or limit * size) if type(limit) is int else int(in_all * limit)
         if not samples:
-            self.recorder.assumptions[f"{each}; how many steps there are is unknown, and that is not included"] = None
+            self.recorder.assume(f"{each}; how many steps there are is unknown, and that is not included")
             return
         rest = max(0, samples - recorded * size)
         more = -(-left // size) * rest
         self.recorder.expect(more, "activations")  # by the sample: a line at every size
         self.samples, self.left_bytes = samples, -(-left // size) * samples
         if more >= WORTH_A_NOTE:
-            self.recorder.assumptions[f"{each}; what an epoch leaves is included"] = None
+            self.recorder.assume(f"{each}; what an epoch leaves is included")
 
     def owners(self, trainer: Trainer, pl_module: LightningModule) -> list[object]:
         """The copies whose hooks run here, in Lightning's order: of callbacks that collect, and the module's."""
@@ -584,7 +584,7 @@ class PhaseMarkerMixin:
                     pruner.run()
         except Exception as error:  # noqa: BLE001 - a method of the user's own may need values, or raise anything
             self.pruners = []
-            self.recorder.assumptions[f"what ModelPruning takes is not predicted ({error})"[:200]] = None
+            self.recorder.assume(f"what ModelPruning takes is not predicted ({error})"[:200])
 
     def label_gradients(self, trainer: Trainer, pl_module: LightningModule) -> None:
         gradients = gradients_of(trainer.optimizers, pl_module)

@@ -102,7 +102,7 @@ def _wrapper_of(strategy: DDPStrategy, module_copy: nn.Module, recorder: Recorde
         return None  # DDP refuses such a module
     arguments = Arguments.of(strategy)
     for note in arguments.notes(module_copy):
-        recorder.assumptions[note] = None
+        recorder.assume(note)
     return _Wrapper(arguments, module_copy, recorder)
 
 
