@@ -120,6 +120,10 @@ def simulated_cuda(gpu: Gpu) -> Iterator[None]:
             for name, answer in named.items():
                 exits.enter_context(patched(home, **{name: answer}))
         exits.enter_context(port.gpus_not_initialized())
+        # Their generators are the driver's own objects: Lightning keeps their states around a validation.
+        exits.enter_context(patched(torch.cuda, default_generators=(torch.Generator(),)))
+        alike = {name: answers[name] for name in ("current_device", "device_count", "is_initialized")}
+        exits.enter_context(patched(torch.cuda.random, **alike))
         exits.enter_context(quantized.cuda_simulated())
         pin: Function = torch.Tensor.pin_memory
 
