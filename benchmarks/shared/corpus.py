@@ -234,15 +234,13 @@ def corpus() -> tuple[Training, ...]:
         found.append(dataclasses.replace(by_name[name], name=f"{name}_{size}_in_{cap:g}GiB", **changes))
 
     def vary(names: str, suffix: str, **changes: Any) -> None:
-        found.extend(
-            dataclasses.replace(by_name[name], name=f"{name}_{suffix}", history=False, **changes)
-            for name in names.split()
-        )
+        changes = {"history": False, **changes}
+        found.extend(dataclasses.replace(by_name[name], name=f"{name}_{suffix}", **changes) for name in names.split())
 
-    vary("resnet50 vit bert gpt llama unet lstm mlp contrastive", "bf16-mixed", precision="bf16-mixed")
-    vary("resnet50 bert gpt lstm gan", "16-mixed", precision="16-mixed")
+    vary("resnet50 vit bert gpt llama unet lstm mlp contrastive", "bf16-mixed", precision="bf16-mixed", history=True)
+    vary("resnet50 bert gpt lstm gan", "16-mixed", precision="16-mixed", history=True)
     vary("gpt llama vit", "bf16-true", precision="bf16-true")
-    vary("resnet50 vgg gpt", "tf32", tf32=True)
+    vary("resnet50 vgg gpt", "tf32", tf32=True, history=True)
     vary("resnet50 gpt mlp", "sgd", optimizer="sgd")
     vary("resnet50 vgg lstm", "momentum", optimizer="momentum")
     vary("resnet50 gpt gan", "adam", optimizer="adam")
@@ -253,13 +251,13 @@ def corpus() -> tuple[Training, ...]:
     vary("resnet50 gpt lstm", "accumulate", trainer_kwargs={"accumulate_grad_batches": 2})
     vary("gpt bert", "clip_norm", trainer_kwargs={"gradient_clip_val": 1.0})
     vary("llama", "clip_value", trainer_kwargs={"gradient_clip_val": 0.5, "gradient_clip_algorithm": "value"})
-    vary("resnet50 unet separable", "channels_last", channels_last=True)
-    vary("resnet50", "channels_last_bf16", channels_last=True, precision="bf16-mixed")
+    vary("resnet50 unet separable", "channels_last", channels_last=True, history=True)
+    vary("resnet50", "channels_last_bf16", channels_last=True, precision="bf16-mixed", history=True)
     vary("gpt", "checkpointed", network=gpt(reentrant=False))
     vary("gpt", "checkpointed_reentrant", network=gpt(reentrant=True))
     vary("gpt", "without_dropout", network=gpt(dropout=0.0))
     vary("gpt", "wide", network=gpt(width=1536, depth=4))
     for name, size in (("resnet50", 8), ("resnet50", 256), ("vgg", 512), ("separable", 512), ("gpt", 1), ("gpt", 32)):
-        found.append(dataclasses.replace(by_name[name], name=f"{name}_{size}", history=False, batch_size=size))
-    vary("gpt mlp", "compiled", compiled=True)
+        found.append(dataclasses.replace(by_name[name], name=f"{name}_{size}", history=True, batch_size=size))
+    vary("gpt mlp", "compiled", compiled=True, history=True)
     return tuple(found)

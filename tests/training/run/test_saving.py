@@ -70,6 +70,11 @@ def test_the_buffer_is_as_large_as_the_file(tmp_path: Path, optimizer: Any, sett
 
 
 def test_a_thread_saves_a_copy_while_training_goes_on(tmp_path: Path) -> None:
+    """In a process of its own, as the next one."""
+    on_ranks(1, measure_while_a_thread_saves, tmp_path)
+
+
+def measure_while_a_thread_saves(_: int, tmp_path: Path) -> None:
     plain, guard = MemGuard("check", budget="1GiB"), MemGuard("check", budget="1GiB")
     fit(plain, Layers())
     fit(guard, Layers(), ModelCheckpoint(dirpath=tmp_path), epochs=2, plugins=[AsyncCheckpointIO()])
