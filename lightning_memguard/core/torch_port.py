@@ -42,6 +42,7 @@ __all__ += ["is_traceable_wrapper_subclass", "no_dispatch", "unset_fake_temporar
 __all__ += ["tree_flatten", "tree_leaves", "tree_map", "tree_map_only", "tree_unflatten"]
 
 Function = Callable[..., Any]
+VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
 
 # -- tensors and storages
 

@@ -114,7 +114,7 @@ class KernelScratch:
             if rule:
                 self._scratch(scratch, place, name)
         if isinstance(self.target, CudaTarget) and table.takes_cublas(name):
-            self._open_cublas(name, self.target)
+            self._open_cublas(name, self.target, uses_lt=table.takes_cublas_lt(name, args, kwargs))
         if rule:
             self._scratch(scratch, None, name)
         inside, self.inside = self.inside or mkldnn_lstm.scratch_bytes(func, args, kwargs), 0
@@ -132,17 +132,22 @@ class KernelScratch:
         if work > least_work and any(size % multiple for size in sizes if size != 1):
             self.padded = max(self.padded, sum(each.numel() * each.element_size() for each in (first, second, out)))
 
-    def _open_cublas(self, operator: str, kernel_target: CudaTarget) -> None:
+    def _open_cublas(self, operator: str, kernel_target: CudaTarget, *, uses_lt: bool) -> None:
         """Forward and backward pass run in different threads, each with a cuBLAS handle and its workspace."""
-        in_backward = graph_task() != -1
-        if in_backward not in self._cublas:
+        in_backward, lt = graph_task() != -1, table.cublas_lt(os.environ)
+        if in_backward not in self._cublas and (lt.opens_cublas or not uses_lt):
             self._cublas.add(in_backward)
             nbytes = table.cublas_workspace_bytes(kernel_target.compute_capability, os.environ)
             if nbytes:
                 self._storages.take(nbytes, operator, "workspaces")
-        if operator.startswith("aten.addmm") and in_backward not in self._cublas_lt:
+        if uses_lt and not lt.stays:
+            self._storages.take_for_a_moment(lt.nbytes, "workspaces")
+        elif uses_lt and in_backward not in self._cublas_lt:
             self._cublas_lt.add(in_backward)
-            self._storages.expect(table.CUBLAS_LT_WORKSPACE, "workspaces", at_most=True)
+            if lt.is_sure and lt.nbytes:
+                self._storages.take(lt.nbytes, operator, "workspaces")
+            else:
+                self._storages.expect(lt.nbytes, "workspaces", at_most=True)
 
     def _scratch(self, scratch: Scratch, place: int | None, operator: str) -> None:
         """Allocate blocks that live inside the operator that ran last, and free them."""

@@ -7,9 +7,10 @@ operator, is here too.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
+from lightning_memguard.core import torch_port as port
 from lightning_memguard.core.kernels import (
     attention,
     convolutions,
@@ -51,19 +52,49 @@ def takes_cublas(operator: str) -> bool:
     return operator.startswith("aten.") and operator.split(".")[1] in products
 
 
-CUBLAS_LT_WORKSPACE = 1 << 20
-"""Bytes that each thread may keep for products to which a bias is added: cublasLt shares cuBLAS' workspace by default,
-but three of three published steps with them took twice this more than is predicted, to the byte (a T4, torch 2.10 and
-2.14), and eight of eight without them nothing."""
+class CublasLt(NamedTuple):
+    """The workspace of cublasLt, besides that of cuBLAS: which products take it, how large it is, how long it stays."""
+
+    nbytes: int
+    stays: bool  # with its thread, else for the product alone
+    is_sure: bool = True
+    opens_cublas: bool = True
+
+
+def cublas_lt(environ: Mapping[str, str]) -> CublasLt:
+    """Return what a product with `takes_cublas_lt` allocates, on any GPU.
+
+    By the allocator's events of torch 2.11 to 2.15. 2.11 keeps 1 MiB for each thread, or what
+    ``CUBLASLT_WORKSPACE_SIZE`` says in KiB. 2.12 to 2.14 share cuBLAS' own; three of three published steps took twice
+    this more even so, to the byte (a T4, torch 2.10 and 2.14), and eight of eight without such products nothing. 2.15
+    takes it for each product, without a handle of cuBLAS.
+    """
+    size = environ.get("CUBLASLT_WORKSPACE_SIZE", "")
+    nbytes = int(size) << 10 if size.isdecimal() else 1 << 20
+    if port.VERSION >= (2, 15):
+        return CublasLt(nbytes, stays=False, opens_cublas=False)
+    is_shared = environ.get("TORCH_CUBLASLT_UNIFIED_WORKSPACE", "01"[port.VERSION >= (2, 12)]) == "1"
+    return CublasLt(nbytes, stays=True, is_sure=not is_shared)
+
+
+def takes_cublas_lt(operator: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a product goes to cublasLt, which adds its bias (`addmm_out_cuda_impl` in Blas.cpp)."""
+    if not operator.startswith(("aten.addmm.", "aten._addmm_activation.")):
+        return False
+    bias, _, second = args[:3]
+    added = bias.dim() == 1 and bias.is_contiguous() and kwargs.get("beta", 1) == 1
+    return bool(added and bias.shape[0] == second.shape[1] and min(second.shape) > 1 and not bias.is_complex())
 
 
 def cublas_workspace_bytes(compute_capability: tuple[int, int], environ: Mapping[str, str]) -> int:
     """Return the bytes that each handle of cuBLAS (one a thread and stream) takes from the caching allocator and keeps.
 
-    32 MiB on compute capability 9, 10 and 12, else 8,519,680 bytes, or what ``CUBLAS_WORKSPACE_CONFIG`` sets as
-    ``:[KiB]:[count]`` pairs: `parseChosenWorkspaceSize` in aten/src/ATen/cuda/CublasHandlePool.cpp.
+    32 MiB on compute capability 9, and from torch 2.12 on 10 and 12, else 8,519,680 bytes, or what
+    ``CUBLAS_WORKSPACE_CONFIG`` sets as ``:[KiB]:[count]`` pairs: `parseChosenWorkspaceSize` in
+    aten/src/ATen/cuda/CublasHandlePool.cpp.
     """
     pairs = re.findall(r":(\d+):(\d+)", environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
     if pairs:
         return sum(int(kib) * int(count) for kib, count in pairs) << 10
-    return 32 << 20 if compute_capability[0] in (9, 10, 12) else 8_519_680
+    large = (9, 10, 12) if port.VERSION >= (2, 12) else (9,)
+    return 32 << 20 if compute_capability[0] in large else 8_519_680

@@ -30,7 +30,6 @@ _NEWEST = (12, 1)  # `check_sm_version` in cuda/sdp_utils.cpp: no fused kernel t
 
 # -- the choice
 
-_TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 _BACKENDS = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}  # `at::SDPBackend` in aten/src/ATen/SDPBackend.h
 _DEFAULT_ORDER = ["flash", "efficient", "math", "cudnn"]
 _CUDNN_FIRST = ["cudnn", "flash", "efficient", "math"]
@@ -42,7 +41,7 @@ _CUDNN_OF_WHEELS: dict[tuple[int, ...], int] = {(2, 11): 91_900, (2, 12): 92_000
 @functools.cache
 def cudnn_version() -> int:
     """The cuDNN a training here would run with: this build's own, else that of torch's wheels of the same version."""
-    return torch.backends.cudnn.version() or _CUDNN_OF_WHEELS.get(_TORCH, max(_CUDNN_OF_WHEELS.values()))
+    return torch.backends.cudnn.version() or _CUDNN_OF_WHEELS.get(port.VERSION, max(_CUDNN_OF_WHEELS.values()))
 
 
 @dataclass(frozen=True)
@@ -157,7 +156,7 @@ def _takes_efficient(call: Attention) -> bool:
     # `minimum_gemm_alignment`, in elements
     alignment = (8 if half else 4) if capability >= ((7, 0) if half else (8, 0)) else 1
     # `check_data_ptr_alignment_mem_efficient`, from pull request 184258: merged in May 2026, so in 2.13
-    unchecked = _TORCH < (2, 13) or capability < (8, 0)
+    unchecked = port.VERSION < (2, 13) or capability < (8, 0)
     widths = [tensor.shape[-1] for tensor in call.inputs]
     return (
         call.fits((5, 0), *dtypes)
@@ -173,7 +172,7 @@ def _takes_cudnn(call: Attention) -> bool:
     """`can_use_cudnn_attention`, `check_cudnn_dropout` (from 2.12 on) and `check_cudnn_tensor_shapes`."""
     if is_strictly_deterministic() or call.cudnn < 90_000 or not call.fits((8, 0), *_HALF):
         return False
-    coarse = _TORCH >= (2, 12) and not (call.dropout_p * 16).is_integer()
+    coarse = port.VERSION >= (2, 12) and not (call.dropout_p * 16).is_integer()
     if call.dropout_p != 0 and (coarse or 91_100 < call.cudnn < 91_400 or call.lengths[0] == 1):
         return False
     widths = call.query.shape[-1], call.value.shape[-1]

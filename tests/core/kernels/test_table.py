@@ -14,6 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from lightning_memguard import estimate
 from lightning_memguard.core import gpus
+from lightning_memguard.core import torch_port as port
 from lightning_memguard.core.batch.batches import batches_from_one
 from lightning_memguard.core.capture.predict import capture
 from lightning_memguard.core.capture.program import LoopProgram
@@ -129,11 +130,71 @@ def test_nothing_else_opens_cublas(operator: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("capability", "nbytes"),
-    [((7, 0), 8_519_680), ((8, 0), 8_519_680), ((8, 9), 8_519_680), ((9, 0), 32 << 20), ((12, 0), 32 << 20)],
+    ("torch_version", "large"), [((2, 11), {9}), ((2, 12), {9, 10, 12}), ((2, 13), {9, 10, 12}), ((2, 15), {9, 10, 12})]
 )
-def test_cublas_keeps_more_on_newer_gpus(capability: tuple[int, int], nbytes: int) -> None:
-    assert table.cublas_workspace_bytes(capability, {}) == nbytes
+def test_cublas_keeps_more_on_newer_gpus(
+    torch_version: tuple[int, int], large: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the allocator's events had it for each capability."""
+    monkeypatch.setattr(port, "VERSION", torch_version)
+    kept = {major: table.cublas_workspace_bytes((major, 0), {}) for major in (7, 8, 9, 10, 12)}
+    assert kept == {major: 32 << 20 if major in large else 8_519_680 for major in kept}
+
+
+OF_KIB = {"CUBLASLT_WORKSPACE_SIZE": "4096"}
+
+
+@pytest.mark.parametrize(
+    ("torch_version", "environ", "found"),
+    [
+        ((2, 11), {}, (MIB, True, True, True)),
+        ((2, 11), OF_KIB, (4 * MIB, True, True, True)),
+        ((2, 11), {"TORCH_CUBLASLT_UNIFIED_WORKSPACE": "1"}, (MIB, True, False, True)),
+        ((2, 12), {}, (MIB, True, False, True)),
+        ((2, 14), {"TORCH_CUBLASLT_UNIFIED_WORKSPACE": "0"}, (MIB, True, True, True)),
+        ((2, 15), {}, (MIB, False, True, False)),
+    ],
+)
+def test_the_workspace_of_cublaslt_is_its_own_or_that_of_cublas(
+    torch_version: tuple[int, int], environ: dict[str, str], found: tuple, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(port, "VERSION", torch_version)
+    assert table.cublas_lt(environ) == found
+
+
+@pytest.mark.parametrize(
+    ("bias", "second", "options", "takes"),
+    [
+        ((8,), (4, 8), {}, True),
+        ((8,), (4, 8), {"beta": 0.5}, False),
+        ((6, 8), (4, 8), {}, False),
+        ((1,), (4, 1), {}, False),
+        ((8,), (1, 8), {}, False),
+    ],
+)
+def test_a_product_with_a_bias_goes_to_cublaslt(
+    bias: tuple[int, ...], second: tuple[int, ...], options: dict[str, float], takes: bool
+) -> None:
+    args = torch.ones(bias), torch.ones(6, second[0]), torch.ones(second)
+    assert table.takes_cublas_lt("aten.addmm.default", args, options) == takes
+    assert not table.takes_cublas_lt("aten.baddbmm.default", args, options)
+
+
+@pytest.mark.parametrize(
+    ("torch_version", "opened"),
+    [
+        ((2, 11), [(32 * MIB, "forward"), (MIB, "forward"), (32 * MIB, "backward")]),
+        ((2, 14), [(32 * MIB, "forward"), (32 * MIB, "backward")]),
+        ((2, 15), [(MIB, "forward"), (MIB, "forward"), (32 * MIB, "backward")]),
+    ],
+)
+def test_two_linear_layers_open_what_the_allocator_saw(
+    torch_version: tuple[int, int], opened: list[tuple[int, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(port, "VERSION", torch_version)
+    trace = captured_on_an_h200(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    taken = [each for each in trace.only("point").events if each.action == "alloc" and each.nbytes >= MIB]
+    assert [(each.nbytes, each.phase) for each in taken if each.step == 0] == opened
 
 
 @pytest.mark.parametrize(

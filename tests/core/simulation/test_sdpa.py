@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_memguard.core import torch_port as port
 from lightning_memguard.core.simulation import fake_cuda, sdpa
 from lightning_memguard.core.trace.scratch import CudaTarget
 from lightning_memguard.errors import CannotTraceError
@@ -101,12 +102,12 @@ def test_wide_heads_are_forbidden_to_flash_only_while_training() -> None:
 def test_a_new_cudnn_comes_first_on_hopper_and_blackwell(
     monkeypatch: pytest.MonkeyPatch, torch_version, kernel_target, cudnn, expected
 ) -> None:
-    monkeypatch.setattr(sdpa, "_TORCH", torch_version)
+    monkeypatch.setattr(port, "VERSION", torch_version)
     assert choose(*tensors(2, 4, 16, 64), kernel_target=kernel_target, cudnn=cudnn) == expected
 
 
 def test_the_users_environment_keeps_cudnn_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sdpa, "_TORCH", (2, 13))
+    monkeypatch.setattr(port, "VERSION", (2, 13))
     monkeypatch.setenv("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")
     assert choose(*tensors(2, 4, 16, 64), kernel_target=H100, cudnn=NEW_CUDNN) == "flash"
 
@@ -124,12 +125,12 @@ def test_the_users_environment_keeps_cudnn_back(monkeypatch: pytest.MonkeyPatch)
     ],
 )
 def test_cudnn_declines_what_it_cannot_do(monkeypatch: pytest.MonkeyPatch, shape, options, expected) -> None:
-    monkeypatch.setattr(sdpa, "_TORCH", (2, 13))
+    monkeypatch.setattr(port, "VERSION", (2, 13))
     assert choose(*tensors(*shape), **options, kernel_target=H100, cudnn=NEW_CUDNN) == expected
 
 
 def test_cudnn_declines_strict_determinism(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sdpa, "_TORCH", (2, 13))
+    monkeypatch.setattr(port, "VERSION", (2, 13))
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     assert choose(*tensors(2, 4, 16, 64), kernel_target=H100, cudnn=NEW_CUDNN) == "flash"
 
@@ -193,7 +194,7 @@ def fake_cuda_tensors() -> Iterator[FakeTensorMode]:
 @pytest.fixture
 def recent(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rules of one version of torch, whichever runs the tests."""
-    monkeypatch.setattr(sdpa, "_TORCH", (2, 13))
+    monkeypatch.setattr(port, "VERSION", (2, 13))
 
 
 def kept(out: torch.Tensor) -> dict[str, tuple[str, int]]:
