@@ -26,6 +26,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from importlib import metadata
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -198,6 +199,7 @@ def train(name: str, accelerator: str, batch_size: int | None) -> dict[str, Any]
             trainer.fit(module, train_dataloaders=loader)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - what was measured so far is a result too
             failed = failure(error)
+    found["step_seconds"] = [round(end - start, 5) for start, end in pairwise(steps.ends)]
     found |= {"seconds": round(time.perf_counter() - started, 2), "machine": machine(torch, pl, gpu)}
     if gpu:
         found |= gpu.measured()
@@ -232,10 +234,13 @@ def peaks_after_steps(pl: Any, gpu: "Gpu | None") -> Any:
     class Peaks(pl.Callback):
         def __init__(self) -> None:
             self.peaks: list[list[int]] = []
+            self.ends: list[float] = []
 
         def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
             if gpu:
                 cuda = gpu.torch.cuda
+                cuda.synchronize()
+                self.ends.append(time.perf_counter())
                 self.peaks.append([cuda.max_memory_allocated(), cuda.max_memory_reserved()])
 
         def on_train_end(self, *args: Any, **kwargs: Any) -> None:
