@@ -259,5 +259,5 @@ def corpus() -> tuple[Training, ...]:
     vary("gpt", "wide", network=gpt(width=1536, depth=4))
     for name, size in (("resnet50", 8), ("resnet50", 256), ("vgg", 512), ("separable", 512), ("gpt", 1), ("gpt", 32)):
         found.append(dataclasses.replace(by_name[name], name=f"{name}_{size}", history=True, batch_size=size))
-    vary("gpt mlp", "compiled", compiled=True, history=True)
+    vary("resnet50 vit bert gpt unet mlp", "compiled", compiled=True, history=True)
     return tuple(found)
