@@ -17,9 +17,10 @@ from lightning_memguard.core.trace.scratch import CudaTarget
 from lightning_memguard.errors import MemGuardError
 from lightning_memguard.units import GIB, MIB, format_bytes, parse_bytes
 
-# CUDA's context and the libraries that load with it are outside the allocator. Of a GPU that is not there, it is the
-# multiprocessors times these MiB, by compute capability: at least, most likely, at most. The published figures in MiB:
-# Tesla T4 140.9 (59 runs of fitcheck, equal with CUDA 12.8 and 13.0). And what PyTorch's messages of too little memory
+# CUDA's context and the libraries that load later are outside the allocator. At the end of a training they take the
+# multiprocessors times these MiB, by compute capability: at least, most likely, at most. The figures in MiB: Tesla T4
+# 140.9 (59 runs of fitcheck, equal with CUDA 12.8 and 13.0); H100 641 without cuBLAS, 751 to 771 with it (17 trainings
+# of benchmarks/recordings/h100.json.gz, torch 2.11 for CUDA 13.0). And what PyTorch's messages of too little memory
 # leave to the process (its own less allocated less cached), for one process without NCCL, CUDA 11.8 to 13: T4 100 to
 # 151, RTX 2080 Ti 197; A100 409 to 512; A10 224, RTX 3080 257; L4 235, RTX 6000 Ada 429, RTX 4090 473 to 504, L40 507;
 # H100 749; RTX 5090 595 to 619. By multiprocessor: 2.5 to 3.8, 3.8 to 4.7, 3.1 to 3.8, 3.0 to 4.1, 5.7, 3.5 to 3.6.
@@ -84,7 +85,7 @@ class Gpu:
 
     @property
     def context_bytes(self) -> Range[int]:
-        """Bytes of CUDA's context and libraries, if it is not there to be asked."""
+        """Bytes of CUDA's context and libraries at the end of a training."""
         each = _PER_MULTIPROCESSOR.get(self.compute_capability, _OF_OTHERS)
         least, likely, most = (int(mib * self.multiprocessors * MIB) for mib in each)
         return Range(least, max(likely, _SMALL_BYTES), max(most, 2 * _SMALL_BYTES))

@@ -246,11 +246,12 @@ def last_line(records: Sequence[EpochRecord], *, stayed_bytes: int = 0) -> str:
     ``stayed_bytes`` is how much more the run holds between two steps at its end than after its first step.
     """
     worst = max(records, key=lambda record: record.measured.taken_bytes)
-    footprint, measured = worst.predicted, worst.measured
+    footprint, measured = worst.compared, worst.measured
     size, most = format_bytes(footprint.peak_device_bytes), format_bytes(footprint.most_shown_bytes)
     at_most = f" (at most {most})" if most != size else ""  # which the decision's line compares with the budget
     partial = {"cut": (f"at least {size}", ""), "states": (f"{size} without activations", " with them")}
-    predicted, with_them = partial.get(footprint.method, (f"a peak of {size}{at_most}", ""))
+    alone = "reserved " if footprint.outside_bytes < worst.predicted.outside_bytes else ""  # next to other processes
+    predicted, with_them = partial.get(footprint.method, (f"a {alone}peak of {size}{at_most}", ""))
     offloaded = sum(record.offloaded for record in records)
     more = f", {counted(offloaded, 'step')} with activations on the host" if offloaded else ""
     size = f"batch size {batch_sizes(worst, worst.batch_size)}"

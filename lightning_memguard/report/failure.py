@@ -22,6 +22,9 @@ _MOST_SHARES = 5
 _OF_LINES = ("activations", "temporaries", "workspaces")
 _WORTH_NAMING = 0.02  # of the predicted peak
 _NOISE_BYTES = 16 * MIB  # of a process's resident memory
+FRAMES = "the frames of this error, until it is let go"
+"""What holds the activations of a step that failed."""
+
 _LESS_MEMORY = "bf16-mixed precision, activation checkpointing, or a smaller model"
 
 
@@ -248,6 +251,7 @@ class Failure:
         larger: the footprint of that batch if it is larger than those predicted from.
         at_peak: the lines and parts that hold the most at the predicted peak of the step that failed.
         elsewhere: bytes on the device that are not a part of the step, by who keeps them.
+        own_bytes: what this process holds of what the device does not offer now.
         between_steps: optimizer steps done, and bytes held then: after the first step, and when last measured.
     """
 
@@ -261,6 +265,7 @@ class Failure:
     larger: Footprint | None = None
     at_peak: Sequence[LineShare] = ()
     elsewhere: Mapping[str, int] = field(default_factory=dict)
+    own_bytes: int = 0
     between_steps: Sequence[tuple[int, int]] = ()
 
 
@@ -306,6 +311,9 @@ def _place(share: LineShare) -> str:
 
 def _predicted(failure: Failure) -> str:
     predicted, measured = failure.predicted, failure.measured
+    alone = ""
+    if measured is not None and measured.is_reserved and predicted.outside_bytes:
+        predicted, alone = predicted.reserved_alone(), "reserved "
     peak, most = format_bytes(predicted.peak_device_bytes), predicted.most_device_bytes
     at_most = "" if most == predicted.peak_device_bytes else f" (at most {format_bytes(most)})"
     so_far = "the peak up to this error could not be measured"
@@ -315,9 +323,8 @@ def _predicted(failure: Failure) -> str:
         return f"MemGuard predicted at least {peak}, from part of a step, as time was up at setup; {so_far}."
     if predicted.is_partial:
         return f"MemGuard predicted {peak} without activations, which are unknown; {so_far}."
-    return (
-        f"MemGuard predicted a peak of {peak}{at_most} in the {peak_words(predicted)} {at_size(predicted)}; {so_far}."
-    )
+    where = f"{peak_words(predicted)} {at_size(predicted)}"
+    return f"MemGuard predicted a {alone}peak of {peak}{at_most} in the {where}; {so_far}."
 
 
 def _room(failure: Failure) -> str:
@@ -325,7 +332,8 @@ def _room(failure: Failure) -> str:
     then = f"{budget.device} offered {format_bytes(budget.free_bytes)} at setup ({budget.source})"
     if now is None:
         return f"{then}."
-    others = f", and other processes hold {format_bytes(max(0, now.total_bytes - now.free_bytes))}"
+    held = max(0, now.total_bytes - now.free_bytes - failure.own_bytes)
+    others = f", and other processes hold {format_bytes(held)}"
     return (
         f"{then}; now it offers {format_bytes(now.free_bytes)} of {format_bytes(now.total_bytes)} to this run "
         f"({now.source}){'' if now.source == 'rlimit' else others}."
@@ -353,7 +361,7 @@ def _advice(failure: Failure) -> str:
         return f"The data sets the sizes of its batches: lower {size_of(failure.predicted)}, or use {_LESS_MEMORY}."
     if predicted.is_partial or size is None:
         return "Which batch size would have fit is unknown: try a smaller one."
-    measured_bytes = failure.measured.taken_bytes if failure.measured else 0
+    measured_bytes = failure.measured.on_device(predicted) if failure.measured else 0
     offered = min(each.usable_bytes for each in (failure.budget, failure.budget_now) if each)
     if max(predicted.most_device_bytes, measured_bytes) <= offered:
         figures = f"what was predicted and measured fits in {format_bytes(offered)}"

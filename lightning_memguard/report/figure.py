@@ -99,7 +99,7 @@ def picture_of_setup(decision: Decision) -> Picture:
 
 def picture_of_epoch(record: EpochRecord) -> Picture:
     """Predicted versus measured."""
-    footprint, measured = record.predicted, record.measured
+    footprint, measured = record.compared, record.measured
     error = f" ({signed(record.error_ratio)})" if record.has_error else ""
     peak = f"measured {format_bytes(measured.peak_bytes)}{error}"
     return Picture(

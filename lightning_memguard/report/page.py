@@ -208,7 +208,7 @@ def _epochs(records: Sequence[EpochRecord]) -> str:
         latest = shown[-_EPOCHS_SHOWN + 1 :]
         shown = latest if worst in latest else [worst, *latest]
         omitted = f" {len(shown)} of {len(records)} epochs: the latest, and the one with the largest error."
-    longest = max(max(record.measured.peak_bytes, record.predicted.peak_device_bytes) for record in shown)
+    longest = max(max(record.measured.peak_bytes, record.compared.peak_device_bytes) for record in shown)
     counts = {head: count for head, count in _COUNTS.items() if any(map(count, records))}
     rows = "".join(_epoch(record, longest * 1.05 or 1, [of(record) for of in counts.values()]) for record in shown)
     process = ["Process"] if any(record.measured.process_bytes for record in shown) else []
@@ -230,7 +230,7 @@ _COUNTS: dict[str, Callable[[EpochRecord], int]] = {  # shown if not all are zer
 
 
 def _epoch(record: EpochRecord, scale: float, counts: Sequence[int]) -> str:
-    measured, predicted = record.measured.peak_bytes, record.predicted.peak_device_bytes
+    measured, predicted = record.measured.peak_bytes, record.compared.peak_device_bytes
     return charts.row(
         record.epoch,
         batch_sizes(record, record.batch_size),

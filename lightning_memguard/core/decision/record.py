@@ -24,11 +24,13 @@ class Measured:
     """Memory that the training took according to the device itself, in bytes.
 
     ``peak_bytes`` is the counter that `Footprint.peak_device_bytes` predicts; ``source`` names the counter: on a GPU
-    the device's, on the CPU the tensors of some steps, counted by PyTorch's allocator. ``process_bytes`` is on the CPU
+    the device's, or if context and libraries cannot be seen, PyTorch's allocator's (`is_reserved`); on the CPU the
+    tensors of some steps, counted by PyTorch's allocator. ``process_bytes`` is on the CPU
     the peak of the whole process, whose heap, objects and libraries take more; None if ``peak_bytes`` is that.
     ``where`` names the work that had the peak, if that is known. ``parts`` holds the parts whose true size is readable
     (parameters, buffers, gradients, optimizer state), each from the real tensors.
-    ``peak_allocated_bytes`` and ``peak_reserved_bytes`` are the caching allocator's, if the device has one, and so are
+    ``peak_allocated_bytes`` and ``peak_reserved_bytes`` are the caching allocator's since the run began, if the device
+    has one and the counter shows it: one that stands higher, from earlier work of the process, is not reset. So are
     ``alloc_retries`` (how often it released its cache to make room) and ``ooms`` (requests that failed even so).
     ``step_seconds`` is the mean time of an optimizer step, without the first of the epoch; None if there were too few.
     ``host_bytes`` are those of the host since the first step, with worker processes and what is in shared memory;
@@ -51,6 +53,15 @@ class Measured:
     def taken_bytes(self) -> int:
         """Bytes that a budget must hold: those of the process, if they were measured as well."""
         return max(self.peak_bytes, self.process_bytes or 0)
+
+    @property
+    def is_reserved(self) -> bool:
+        """Whether the peak is what PyTorch's allocator reserved; the device's context and libraries come on top."""
+        return self.peak_bytes == self.peak_reserved_bytes
+
+    def on_device(self, predicted: Footprint) -> int:
+        """Bytes that a budget must hold, with the predicted context and libraries if these were not seen."""
+        return self.taken_bytes + (predicted.outside_bytes if self.is_reserved else 0)
 
     def of_process(self) -> Measured:
         """The measurement with the peak of the process as its peak: a checkpoint's buffer is not a tensor."""
@@ -85,13 +96,17 @@ class EpochRecord:
         """Return the record with the peaks of what followed the epoch, where they are higher."""
         known = self.measured
         measured = measured if known.process_bytes is not None else measured.of_process()
-        if measured.peak_bytes > known.peak_bytes:
-            known = replace(known, peak_bytes=measured.peak_bytes, where=measured.where, parts=measured.parts)
-            known = replace(known, peak_allocated_bytes=measured.peak_allocated_bytes)
-            known = replace(known, peak_reserved_bytes=measured.peak_reserved_bytes)
+        if _order(measured) > _order(known):
+            figures = "peak_bytes", "source", "where", "parts", "peak_allocated_bytes", "peak_reserved_bytes"
+            known = replace(known, **{name: getattr(measured, name) for name in figures})
         process = max(known.process_bytes or 0, measured.process_bytes or 0) or None
         host = max(known.host_bytes or 0, measured.host_bytes or 0) if known.host_bytes is not None else None
         return replace(self, measured=replace(known, process_bytes=process, host_bytes=host))
+
+    @property
+    def compared(self) -> Footprint:
+        """The prediction of what was measured: without context and libraries if these were not seen."""
+        return self.predicted.reserved_alone() if self.measured.is_reserved else self.predicted
 
     @property
     def has_error(self) -> bool:
@@ -109,13 +124,16 @@ class EpochRecord:
 
     @property
     def error_ratio(self) -> float:
-        """``predicted / measured - 1``; positive when the prediction was too high. NaN without `has_error`."""
-        return self.predicted.peak_device_bytes / self.measured.peak_bytes - 1 if self.has_error else float("nan")
+        """``predicted / measured - 1``; positive when the prediction was too high. NaN without `has_error`.
+
+        Both are totals on the device, or both are what PyTorch's allocator reserved (`Measured.is_reserved`).
+        """
+        return self.compared.peak_device_bytes / self.measured.peak_bytes - 1 if self.has_error else float("nan")
 
     @property
     def headroom_bytes(self) -> int:
         """Bytes of the budget that the measured peak left, margin included; negative if it went over."""
-        return self.budget_bytes - self.measured.taken_bytes
+        return self.budget_bytes - self.measured.on_device(self.predicted)
 
     def as_metrics(self) -> dict[str, float]:
         """The values to log, by their public names (unit in the key).
@@ -123,7 +141,7 @@ class EpochRecord:
         Bounds are there only if the prediction has some, the error only with `has_error`. ``stacked`` is each part on
         top of those below it, for charts that can draw lines and no areas.
         """
-        predicted = self.predicted
+        predicted = self.compared
         metrics = {
             "memguard/predicted_peak_gib": predicted.peak_device_bytes / GIB,
             "memguard/actual_peak_gib": self.measured.peak_bytes / GIB,
@@ -155,3 +173,8 @@ class EpochRecord:
         return metrics | {
             f"memguard/stacked/{part}_gib": height / GIB for part, height in zip(present, heights, strict=True)
         }
+
+
+def _order(measured: Measured) -> tuple[int, int]:
+    """What makes a peak the higher one: of two with the same reserved bytes, the one whose context was seen."""
+    return measured.peak_reserved_bytes or measured.peak_bytes, measured.peak_bytes

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from lightning_memguard.core.decision.decision import Budget
-from lightning_memguard.core.device.context import context_bytes_between, has_context, reserved_bytes
+from lightning_memguard.core.device.context import context_bytes, context_held, reserved_bytes
 from lightning_memguard.core.device.host import MemoryInfo, available_memory, host_memory, or_none
 from lightning_memguard.core.device.nvml import gpu_facts_of, nvml_memory, with_index
 from lightning_memguard.errors import MemGuardError
@@ -23,9 +23,12 @@ def read_budget(
     That is what is free, and what this training already holds: what PyTorch's allocator keeps cached, the model if it
     is on the device, and the CUDA context if there is one. Other tensors of this process count as other memory.
 
-    The size of an existing context cannot be read reliably (NVML's figures by process are missing or wrong in
-    containers and under WSL). It need not be: `context_bytes` is counted as ours here and as needed in the Footprint,
-    so a wrong figure cancels out. Libraries that load later are left to the margin.
+    On CUDA the total is CUDA's: on an H100 NVML's 81,559 MiB less the 480 that the driver keeps, which NVML's free
+    memory excludes. A process that is alone there is offered all 81,079 MiB before it has a context, and
+    after: what is then free, 80,552, and its own context, 527. `Footprint.peak_device_bytes` counts the context with
+    all libraries, 752, so PyTorch's allocator gets 80,327 either way. If the size of an existing context cannot be read
+    (NVML's figures by process are missing in containers and under WSL), the least is counted, never more than is
+    there.
 
     Args:
         device: where the training will run.
@@ -93,15 +96,15 @@ def _cuda_memory(device: torch.device, held_bytes: int) -> MemoryInfo | None:
     if memory is None:  # drivers that report nothing but the GPU's size
         host = host_memory()
         memory = replace(host, total_bytes=gpu.total_bytes, free_bytes=min(host.free_bytes, gpu.total_bytes))
-    # Read after the sources: mem_get_info creates the context, and its answer is without it.
-    context = context_bytes_between(None, memory, reserved_bytes(device)) if has_context(device) else 0
-    found = _with_own(memory, _own_bytes(device, held_bytes) + context)
+    # The context is read after the sources: mem_get_info creates it, and its answer is without it.
+    found = _with_own(memory, _own_bytes(device, held_bytes) + context_held(device, memory))
     fraction = or_none(torch.cuda.get_per_process_memory_fraction, device)
     if found is None or fraction is None or fraction >= 1:
         return found
-    # The allocator refuses to go past torch.cuda.set_per_process_memory_fraction.
+    # The allocator refuses to reserve more than torch.cuda.set_per_process_memory_fraction; the context comes on top.
     others = max(0, torch.cuda.memory_allocated(device) - held_bytes)
-    return replace(found, free_bytes=max(0, min(found.free_bytes, int(fraction * found.total_bytes) - others)))
+    most = int(fraction * found.total_bytes) + context_bytes(device).likely - others
+    return replace(found, free_bytes=max(0, min(found.free_bytes, most)))
 
 
 def _torch_memory(device: torch.device) -> MemoryInfo:

@@ -3,31 +3,77 @@
 from __future__ import annotations
 
 import torch
+from torch import distributed as dist
 
 from lightning_memguard.core import torch_port as port
 from lightning_memguard.core.device.host import MemoryInfo, or_none
-from lightning_memguard.core.device.nvml import nvml_memory_of, with_index
-from lightning_memguard.core.range import Range
+from lightning_memguard.core.device.nvml import nvml_memory_of, nvml_process_bytes, with_index
+from lightning_memguard.core.gpus import Gpu
+from lightning_memguard.core.range import NOTHING, Range
 from lightning_memguard.units import GIB, MIB
 
-UNKNOWN_CONTEXT_BYTES = 900_000_000
-"""Counted as the context of a device that is there and cannot be asked: about an H100's, the largest."""
-
-# More than this outside PyTorch's allocator is not one process's context and libraries (107 to 1343 MB measured).
-_LARGEST_CONTEXT_BYTES = 2 * GIB
+# More than this outside PyTorch's allocator is not one process's context, libraries and NCCL buffers.
+_LARGEST_BYTES = 2 * GIB
 
 
-def context_bytes(device: torch.device) -> int:
-    """Measure what this process holds on ``device`` outside PyTorch's allocator: CUDA's context and libraries.
+def context_bytes(device: torch.device) -> Range[int]:
+    """Return what a training takes on ``device`` outside PyTorch's allocator: at least, most likely, at most.
 
-    Creates the context if there is none yet, and measures what that takes. Read the budget and open a `PeakMeter`
-    before.
+    The context comes first, kernels and libraries when they are first used. On an H100 with torch 2.11 for CUDA 13.0
+    (`benchmarks/recordings/h100.json.gz`) it was 527 MiB once the device was set, 619 after a first kernel, 641 at the
+    end of a U-Net, 751 with cuBLAS (66 for each of the two threads that multiply matrices), 767 to 771 with cuDNN as
+    well. So a measurement at setup is too low, and the catalogue's figures, from the end of trainings, are right. If
+    this process holds more already, it is at least that. Nothing creates a context here.
     """
     if device.type != "cuda":
+        return NOTHING
+    least, likely, most = _of_a_training(device)
+    held = outside_bytes(device, or_none(nvml_memory_of, device))[0] if has_context(device) else 0
+    return Range(max(least, held), max(likely, held), max(most, held))
+
+
+def context_held(device: torch.device, now: MemoryInfo | None) -> int:
+    """Return what this process holds outside PyTorch's allocator; if that is not seen, what a context takes at least.
+
+    Args:
+        device: a CUDA device.
+        now: the device now, or None if it does not report its memory.
+    """
+    if device.type != "cuda" or not has_context(device):
         return 0
-    before = or_none(memory_before_context, device)
-    or_none(torch.cuda.synchronize, device)  # the cheapest call that creates a context; it allocates nothing
-    return context_bytes_between(before, or_none(nvml_memory_of, device), reserved_bytes(device))
+    return outside_bytes(device, now)[0] or _of_a_training(device).low
+
+
+def outside_bytes(device: torch.device, now: MemoryInfo | None) -> tuple[int, str]:
+    """Measure what this process holds on its GPU outside PyTorch's allocator, and say how that is known.
+
+    NVML reports it of the process (the process's memory less what the allocator has reserved), or of the whole device:
+    right for a process that has it to itself. Another one has a context of its own, so the device is not ours alone
+    if there are two of the smallest. What can belong to another process counts as unknown.
+
+    Args:
+        device: a CUDA device.
+        now: the device now, or None if it does not report its memory.
+
+    Returns:
+        Bytes and the source in words; 0 bytes if unknown.
+    """
+    least, _, most = _of_a_training(device)
+    communicates = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1  # NCCL has buffers
+    alone = _LARGEST_BYTES if communicates else max(2 * least, most)
+    reserved = reserved_bytes(device)
+    taken = or_none(nvml_process_bytes, device), now.used_bytes if now else None
+    for nbytes, limit, source in zip(taken, (_LARGEST_BYTES, alone), ("nvml", "nvml, whole device"), strict=True):
+        if nbytes is not None and 0 < nbytes - reserved <= limit:
+            return nbytes - reserved, source
+    return 0, "context not seen"
+
+
+def _of_a_training(device: torch.device) -> Range[int]:
+    """The catalogue's context of the GPU that is there, which need not be in it."""
+    facts = torch.cuda.get_device_properties(device)
+    capability = (0, 0) if torch.version.hip else (facts.major, facts.minor)
+    return Gpu(facts.name, facts.total_memory, capability, facts.multi_processor_count).context_bytes
 
 
 def reserved_bytes(device: torch.device) -> int:
@@ -40,39 +86,6 @@ def has_context(device: torch.device) -> bool:
     if not torch.cuda.is_initialized():
         return False
     return port.has_primary_context(with_index(device).index)
-
-
-def memory_before_context(device: torch.device) -> MemoryInfo | None:
-    """Read NVML's report on the device before this process has a context there; None if it has one."""
-    return None if has_context(device) else nvml_memory_of(device)
-
-
-def context_bytes_between(before: MemoryInfo | None, now: MemoryInfo | None, reserved_bytes: int) -> int:
-    """`outside_allocator_bytes`; if unknown, `UNKNOWN_CONTEXT_BYTES`."""
-    return outside_allocator_bytes(before, now, reserved_bytes)[0] or UNKNOWN_CONTEXT_BYTES
-
-
-def outside_allocator_bytes(before: MemoryInfo | None, now: MemoryInfo | None, reserved_bytes: int) -> tuple[int, str]:
-    """Compute what the process holds on its GPU outside PyTorch's allocator, and how that is known.
-
-    If the device was read before the context was created, it is the free memory lost since, less what the allocator
-    reserved. Else it is all that processes hold on the device, less that: right for a process that has the device to
-    itself. A figure too large for a context and its libraries comes from other processes, and counts as unknown.
-
-    Args:
-        before: the device before this process had a context there, or None.
-        now: the device now, or None if it does not report its memory.
-        reserved_bytes: what this process's allocator has reserved now.
-
-    Returns:
-        Bytes and the source in words; 0 bytes if unknown.
-    """
-    lost = before.free_bytes - now.free_bytes if before and now else None
-    used = now.used_bytes if now else None
-    for taken, source in ((lost, "nvml"), (used, "nvml, whole device")):
-        if taken is not None and 0 < taken - reserved_bytes <= _LARGEST_CONTEXT_BYTES:
-            return taken - reserved_bytes, source
-    return 0, "context not seen"
 
 
 # -- NCCL: the buffers of its connections

@@ -12,8 +12,8 @@ import torch
 
 from lightning_memguard.core import torch_port as port
 from lightning_memguard.core.decision.record import PROCESS, TENSORS, Measured
-from lightning_memguard.core.device.context import memory_before_context, outside_allocator_bytes
-from lightning_memguard.core.device.host import MemoryInfo, or_none, status_bytes
+from lightning_memguard.core.device.context import outside_bytes
+from lightning_memguard.core.device.host import or_none, status_bytes
 from lightning_memguard.core.device.malloc import trim_heap
 from lightning_memguard.core.device.nvml import nvml_memory_of
 from lightning_memguard.core.device.tensor_counter import TensorCounter
@@ -24,12 +24,11 @@ _SAMPLING_SECONDS = 0.01
 class PeakMeter:
     """Measures the most memory that a training takes on its ``device``, epoch by epoch.
 
-    On a GPU that is the allocator's own peak, plus what NVML reports outside of it. On the CPU it is the peak of its
-    tensors in the steps that are counted (`TensorCounter`), and of the process: how far its resident memory rose above
-    its value at `start`, plus the model, which was there before. It never raises into a training: what cannot be read
-    is 0 bytes with the source ``"unknown"``.
-
-    Open it before the process has its context on the GPU, so that it can tell the context from other processes.
+    On a GPU that is the allocator's own peak since `start`, over all epochs, plus what NVML reports outside of it;
+    PyTorch's counters are the user's, and not reset. On the CPU it is the peak of its tensors in the steps that are
+    counted (`TensorCounter`), and of the process: how far its resident memory rose above its value at `start`, plus the
+    model, which was there before. It never raises into a training: what cannot be read is 0 bytes with the source
+    ``"unknown"``.
 
     >>> meter = PeakMeter(torch.device("cpu"))
     >>> meter.start(already_held_bytes=0)
@@ -41,26 +40,25 @@ class PeakMeter:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._before = or_none(memory_before_context, device) if device.type == "cuda" else None
         self._gauge: _Gauge | None = None
         self.tensors: TensorCounter | None = None
 
     def start(self, already_held_bytes: int) -> None:
         """Measure the baseline; ``already_held_bytes`` of the training are on the device now, the model's above all."""
         self.close()
-        self._gauge = or_none(_open_gauge, self._device, already_held_bytes, self._before)
+        self._gauge = or_none(_open_gauge, self._device, already_held_bytes)
         if self._device.type == "cpu":
             self.tensors = or_none(TensorCounter, already_held_bytes)
 
     def restart(self) -> None:
-        """Forget the peak so far: an epoch begins."""
+        """Begin an epoch: forget the peak so far, but for a GPU's."""
         if self._gauge is not None and not or_none(self._gauge.restart):
             self.close()
         if self.tensors is not None:
             self.tensors.restart()
 
     def read(self, parts: Mapping[str, int]) -> Measured:
-        """Read the peak since the last `restart`, with the bytes of ``parts`` whose true size the caller can read."""
+        """Read the peak since the last `restart`, on a GPU since `start`; ``parts`` are bytes that the caller read."""
         measured, tensors = or_none(self._gauge.read) if self._gauge is not None else None, self.tensors
         measured = replace(measured or Measured(0, "unknown"), parts=dict(parts))
         if tensors is not None:
@@ -81,7 +79,7 @@ class PeakMeter:
         self._gauge = self.tensors = None
 
 
-def _open_gauge(device: torch.device, held_bytes: int, before: MemoryInfo | None) -> _Gauge:
+def _open_gauge(device: torch.device, held_bytes: int) -> _Gauge:
     if device.type == "cpu":
         trim_heap()
         process = psutil.Process()
@@ -90,7 +88,7 @@ def _open_gauge(device: torch.device, held_bytes: int, before: MemoryInfo | None
         )
     if device.type == "mps":
         return _SampledGauge(torch.mps.driver_allocated_memory, 0, "torch.mps driver memory")
-    return _AllocatorGauge(device, before)
+    return _AllocatorGauge(device)
 
 
 class _Gauge:
@@ -107,30 +105,52 @@ class _Gauge:
 
 
 class _AllocatorGauge(_Gauge):
-    """PyTorch keeps its allocator's peaks; what is outside it on the GPU only grows, so its last value is its peak."""
+    """PyTorch's counters of its allocator's peaks, which are the user's: they are read, and never reset.
 
-    def __init__(self, device: torch.device, before: MemoryInfo | None) -> None:
-        self._device, self._before = device, before
+    A peak is the highest since the gauge was opened, over all epochs. A counter that has moved since shows it. If one
+    stands at what the process took earlier, that hides what is lower: the allocated peak is then unknown, and the
+    reserved one is what is reserved now, as nothing was released meanwhile, or what was seen at most. What is outside
+    of the allocator only grows, so its last value is its peak.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._torch = torch.get_device_module(device)
+        stats = self._torch.memory_stats(device)
+        self._allocated = _Highest(stats.get("allocated_bytes.all.peak", 0))
+        self._reserved = _Highest(stats.get("reserved_bytes.all.peak", 0))
         self.restart()
 
     def restart(self) -> bool:
-        self._torch.reset_peak_memory_stats(self._device)
-        self._counts = self._failures()
+        self._counts = self._failures(self._torch.memory_stats(self._device))
         return True
 
-    def _failures(self) -> tuple[int, int]:
-        stats = self._torch.memory_stats(self._device)
+    def _failures(self, stats: Mapping[str, int]) -> tuple[int, int]:
         return stats.get("num_alloc_retries", 0), stats.get("num_ooms", 0)
 
     def read(self) -> Measured:
-        retries, ooms = (now - before for now, before in zip(self._failures(), self._counts, strict=True))
-        allocated = self._torch.max_memory_allocated(self._device)
-        reserved = self._torch.max_memory_reserved(self._device)
-        now = or_none(nvml_memory_of, self._device) if self._device.type == "cuda" else None
-        outside, seen_by = outside_allocator_bytes(self._before, now, self._torch.memory_reserved(self._device))
-        source = f"torch.{self._device.type} + {seen_by}" if outside else f"torch.{self._device.type}, {seen_by}"
+        stats = self._torch.memory_stats(self._device)
+        retries, ooms = (now - before for now, before in zip(self._failures(stats), self._counts, strict=True))
+        allocated = self._allocated.read(stats["allocated_bytes.all.peak"])
+        now, peak = stats["reserved_bytes.all.current"], stats["reserved_bytes.all.peak"]
+        reserved = self._reserved.read(peak, now) or 0
+        outside, source = 0, f"torch.{self._device.type}"
+        if self._device.type == "cuda":
+            outside, seen_by = outside_bytes(self._device, or_none(nvml_memory_of, self._device))
+            source += f" + {seen_by}" if outside else f" reserved, {seen_by}"
         return Measured(reserved + outside, source, {}, allocated, reserved, retries, ooms)
+
+
+class _Highest:
+    """The highest value of one of PyTorch's peaks from now on, whoever resets it."""
+
+    def __init__(self, counter: int) -> None:
+        self._hides_below, self._highest = counter, 0
+
+    def read(self, counter: int, now: int = 0) -> int | None:
+        """Read the counter, and what is there now, if it is known; None if the counter has not moved."""
+        self._highest = max(self._highest, now, 0 if counter == self._hides_below else counter)
+        return self._highest or None
 
 
 class _HighWaterGauge(_Gauge):

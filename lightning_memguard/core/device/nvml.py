@@ -94,17 +94,43 @@ def nvml_memory(gpu: GpuFacts) -> MemoryInfo | None:
     return None if torch.version.hip else or_none(_ask_nvml, gpu)
 
 
+def nvml_process_bytes(device: torch.device) -> int | None:
+    """Read from NVML what this process takes on a GPU, its CUDA context included.
+
+    None if NVML does not name this process, or not its memory: in containers with process ids of their own, under WSL,
+    on MIG slices of some drivers.
+    """
+    return None if torch.version.hip else or_none(_ask_process, gpu_facts_of(device))
+
+
+def _ask_process(gpu: GpuFacts) -> int | None:
+    with _nvml() as nvml:
+        found = _found(nvml, gpu)
+        entries = nvml.nvmlDeviceGetComputeRunningProcesses(found[0]) if found else ()
+        return sum(each.usedGpuMemory for each in entries if each.pid == os.getpid()) or None
+
+
 def _ask_nvml(gpu: GpuFacts) -> MemoryInfo | None:
     with _nvml() as nvml:
-        for find, name in _nvml_handles(nvml, gpu):
-            memory = or_none(_memory_of, nvml, find, name)
-            if memory is None:
-                continue
-            # NVML's total is 1 to 2% above CUDA's, a whole GPU's far above that of its MIG slice, whose name is unique.
-            alike = math.isclose(memory.total_bytes, gpu.total_bytes, rel_tol=0.1)
-            if alike or str(name).startswith("MIG-"):
-                total = min(memory.total_bytes, gpu.total_bytes)  # as CUDA sees it
-                return replace(memory, total_bytes=total, free_bytes=min(memory.free_bytes, total))
+        found = _found(nvml, gpu)
+    if found is None:
+        return None
+    memory = found[1]
+    total = min(memory.total_bytes, gpu.total_bytes)  # as CUDA sees it
+    return replace(memory, total_bytes=total, free_bytes=min(memory.free_bytes, total))
+
+
+def _found(nvml: ModuleType, gpu: GpuFacts) -> tuple[object, MemoryInfo] | None:
+    """Find NVML's handle of a GPU, and what it reports of its memory."""
+    for find, name in _nvml_handles(nvml, gpu):
+        handle = or_none(find, name)
+        memory = or_none(_memory_of, nvml, handle) if handle is not None else None
+        if memory is None:
+            continue
+        # NVML's total is 1 to 2% above CUDA's, a whole GPU's far above that of its MIG slice, whose name is unique.
+        alike = math.isclose(memory.total_bytes, gpu.total_bytes, rel_tol=0.1)
+        if alike or str(name).startswith("MIG-"):
+            return handle, memory
     return None
 
 
@@ -118,8 +144,7 @@ def _nvml_handles(pynvml: ModuleType, gpu: GpuFacts) -> Iterator[tuple[Callable[
         yield pynvml.nvmlDeviceGetHandleByIndex, gpu.nvml_index
 
 
-def _memory_of(pynvml: ModuleType, find: Callable[[str | int], object], name: str | int) -> MemoryInfo:
-    handle = find(name)
+def _memory_of(pynvml: ModuleType, handle: object) -> MemoryInfo:
     newer = or_none(lambda: pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2))
     if newer is not None:
         return MemoryInfo(newer.total, newer.free, "nvml", newer.used)

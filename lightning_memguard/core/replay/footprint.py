@@ -256,6 +256,15 @@ class Footprint(Shown):
         peak = self.highest
         return self.doubted("process", replace(peak, device_bytes=peak.device_bytes + most_bytes))
 
+    def reserved_alone(self) -> Footprint:
+        """The footprint with what PyTorch's allocator reserves as the total: without context and libraries."""
+
+        def alone(peak: Peak) -> Peak:
+            return replace(peak, device_bytes=peak.reserved_bytes)
+
+        doubts = tuple(Doubt(each.kind, tuple(map(alone, each.peaks))) for each in self.doubts)
+        return replace(self, peak_device_bytes=self.peak_reserved_bytes, doubts=doubts)
+
     def save_snapshot(self, path: str | os.PathLike[str]) -> Path:
         """Write the predicted step as a PyTorch memory snapshot, see `lightning_memguard.core.replay.snapshot`.
 

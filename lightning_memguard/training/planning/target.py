@@ -71,7 +71,7 @@ def target_of(name: str, model: nn.Module | None = None) -> Target:
     if device.type != "cuda":
         return Target(device)
     if torch.cuda.is_available():
-        return Target(device, gpu_of(device), Range.exactly(context_bytes(device)))
+        return Target(device, gpu_of(device), context_bytes(device))
     note = f"no CUDA device is available: predicted for an {_STAND_IN}; choose another GPU, or the CPU, by `device`"
     return replace(target_of(_STAND_IN), capacity_bytes=None, notes=(note,))
 
@@ -95,6 +95,5 @@ def target_and_budget(name: str, limits: Limits, model: nn.Module) -> tuple[Targ
             )
         return target, Budget(gpu.memory_bytes, free, int(free * limits.margin), source, gpu.name)
     held_bytes = part_bytes({"model": [*model.parameters(), *model.buffers()]}, device.type)["model"]
-    # before `target_of` measures the context, which opens it
     budget = read_budget(device, budget=limits.budget_bytes, margin=limits.margin, already_held_bytes=held_bytes)
     return target_of(name, model), budget

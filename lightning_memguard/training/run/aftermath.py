@@ -20,7 +20,7 @@ from lightning_memguard.core.capture.recorder import gradients_of, part_bytes, s
 from lightning_memguard.core.decision.decision import HostUse
 from lightning_memguard.core.device.host import available_memory, or_none
 from lightning_memguard.core.device.out_of_memory import causes_of
-from lightning_memguard.report.failure import worker_words
+from lightning_memguard.report.failure import FRAMES, worker_words
 from lightning_memguard.training.facts.ranks import attempt
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def held_elsewhere(trainer: Trainer, module: LightningModule, error: BaseExcepti
     for name in ("last_exc", "last_value"):  # since Python 3.12, and before
         if getattr(sys, name, error) is not error:
             held[f"an earlier error's frames (`sys.{name}`)"] = [*_in_frames(getattr(sys, name))]
-    held["the frames of this error, until it is let go"] = [*_in_frames(error)]
+    held[FRAMES] = [*_in_frames(error)]
     nbytes = part_bytes(held, trainer.strategy.root_device.type)
     del nbytes[""]
     return dict(sorted(nbytes.items(), key=lambda item: -item[1]))

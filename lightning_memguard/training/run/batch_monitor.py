@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import starmap, zip_longest
 from operator import gt
@@ -21,13 +21,13 @@ from lightning_memguard.core.decision.decision import Budget, Request, decide
 from lightning_memguard.core.decision.record import Measured
 from lightning_memguard.core.device.budget import read_budget
 from lightning_memguard.core.device.host import or_none
-from lightning_memguard.core.device.meter import allocated_now
+from lightning_memguard.core.device.meter import allocated_now, held_now
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.core.replay.timeline import LineShare, shares_at_peak
 from lightning_memguard.core.trace.trace import Shapes, Trace
 from lightning_memguard.errors import DoesNotFitError, MemGuardError
-from lightning_memguard.report.failure import Failure, Larger
+from lightning_memguard.report.failure import FRAMES, Failure, Larger
 from lightning_memguard.training.facts.ranks import attempt
 from lightning_memguard.training.run.profile import RunProfile
 
@@ -176,12 +176,6 @@ class BatchWatch:
         except MemGuardError:
             return None
 
-    def budget_now(self) -> Budget:
-        """Budget of the device now, or at setup if that was less."""
-        then, device = self.profile.budget, self.profile.facts.device
-        now = attempt(lambda: read_budget(device, margin=then.margin_share)).value
-        return min(now or then, then, key=lambda each: each.usable_bytes)
-
 
 def _quick_sizes(batch: Any, *, by_shape: bool) -> list[torch.Size] | int:
     """Shapes or bytes of a batch that is a tensor, or a flat list, tuple or dict of dense ones; 0 for any other."""
@@ -200,20 +194,36 @@ def _quick_sizes(batch: Any, *, by_shape: bool) -> list[torch.Size] | int:
 # -- after an out-of-memory error
 
 
-def failure(watch: BatchWatch, decided: Footprint, measured: Measured | None, **found: Any) -> Failure:
+def failure(
+    watch: BatchWatch, decided: Footprint, measured: Measured | None, elsewhere: Mapping[str, int], **found: Any
+) -> Failure:
     """Compare what was there when memory ran out with the prediction, and find what would have fit.
 
-    ``found`` are other fields of the result.
+    ``elsewhere`` and ``found`` are other fields of the result.
     """
-    budget, device = watch.profile.budget, watch.profile.facts.device
-    now = attempt(lambda: read_budget(device, margin=budget.margin_share)).value
+    then, device = watch.profile.budget, watch.profile.facts.device
+    kept = sum(nbytes for who, nbytes in elsewhere.items() if who != FRAMES)
+    now = attempt(lambda: _budget_now(then, device, kept)).value
+    own = or_none(held_now, device) or 0 if device.type == "cpu" else kept
     larger, alike = watch.largest if watch.largest and watch.exceeds else (None, watch.prediction)
-    ratio = _ratio(measured, (larger.footprint if larger else decided).peak_device_bytes)
-    smaller = None if watch.is_fixed else watch.would_fit(watch.budget_now(), ratio, alike=alike)
+    failed = larger.footprint if larger else decided
+    ratio = _ratio(measured, failed, failed.peak_device_bytes)
+    least = min(now or then, then, key=lambda each: each.usable_bytes)
+    smaller = None if watch.is_fixed else watch.would_fit(least, ratio, alike=alike)
     shapes = watch.shapes, watch.predicted_shapes
     of_larger, trace_at = (larger.footprint, alike.own_trace_at) if larger else (None, watch.profile.trace_at)
     shares = attempt(lambda: _shares(trace_at((of_larger or decided).batch_size), alike.curve.settings, device)).value
-    return Failure(decided, measured, budget, now, *shapes, smaller, of_larger, shares or (), **found)
+    of_step = *shapes, smaller, of_larger, shares or ()
+    return Failure(decided, measured, then, now, *of_step, elsewhere=elsewhere, own_bytes=own, **found)
+
+
+def _budget_now(then: Budget, device: torch.device, kept_bytes: int) -> Budget:
+    """Read what a GPU offers once the step that failed is let go: all that this process has allocated but what is kept.
+
+    The error's frames still hold that step's activations.
+    """
+    held = 0 if device.type == "cpu" else max(0, held_now(device) - kept_bytes)
+    return read_budget(device, margin=then.margin_share, already_held_bytes=held)
 
 
 def _shares(trace: Trace, settings: AllocatorSettings, device: torch.device) -> list[LineShare]:
@@ -230,7 +240,8 @@ def size_within_budget(watch: BatchWatch, decided: Footprint, measured: Measured
     It is found in a child: what finding it takes would come on top of what the run takes.
     """
     larger, alike = watch.largest or (None, watch.prediction)
-    ratio = _ratio(measured, (larger.footprint if larger else decided).most_device_bytes)
+    predicted = larger.footprint if larger else decided
+    ratio = _ratio(measured, predicted, predicted.most_device_bytes)
 
     def find(_: int) -> int | None:
         return watch.would_fit(watch.profile.budget, ratio, alike=alike)
@@ -241,6 +252,6 @@ def size_within_budget(watch: BatchWatch, decided: Footprint, measured: Measured
         return child.answer(0).value
 
 
-def _ratio(measured: Measured | None, predicted_bytes: int) -> float:
-    taken = measured.taken_bytes if measured else 0
+def _ratio(measured: Measured | None, predicted: Footprint, predicted_bytes: int) -> float:
+    taken = measured.on_device(predicted) if measured else 0
     return max(1.0, taken / predicted_bytes if predicted_bytes else 1.0)

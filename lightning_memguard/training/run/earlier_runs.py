@@ -22,7 +22,7 @@ from lightning_memguard.core.replay.learned import Learned
 from lightning_memguard.errors import MemGuardError
 from lightning_memguard.report.failure import Failure
 from lightning_memguard.training.facts.ranks import attempt
-from lightning_memguard.units import MIB, counted
+from lightning_memguard.units import counted
 
 if TYPE_CHECKING:
     from lightning_memguard.core.replay.footprint import Footprint
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 _CHANGED = 0.002  # of the peak: less is not worth another line
 _OTHERS = 0.01  # of the peak: more that was reserved before the fit is not the step's
-_MOST_LATE = 512 * MIB  # that CUDA's libraries take after setup; more is another process's
 
 
 @dataclass
@@ -83,8 +82,7 @@ class EarlierRuns:
             return
         disturbed = record.offloaded or measured.alloc_retries or measured.ooms or decision.kept
         reserved = measured.peak_reserved_bytes or 0
-        outside = measured.peak_bytes - reserved
-        alone = 0 < outside <= predicted.highest.outside_bytes + _MOST_LATE and self.there_bytes <= _OTHERS * reserved
+        alone = not measured.is_reserved and self.there_bytes <= _OTHERS * reserved
         if disturbed or not reserved or not alone:
             return
         if abs(measured.peak_bytes - self._stored_bytes) <= _CHANGED * measured.peak_bytes:

@@ -504,8 +504,8 @@ class GuardedRun:
         watch = self._watches.get(role) or next(filter(None, self._watches.values()), None)
         watch = watch or BatchWatch(profile, profile.step, self.decision.batch_size)
         elsewhere = attempt(lambda: held_elsewhere(trainer, self.module, error)).value or {}
-        found = {"elsewhere": elsewhere, "between_steps": self.measuring.between_steps}
-        failed = failure(watch, footprint, attempt(self.measuring.peak_by_part).value, **found)
+        measured, between = attempt(self.measuring.peak_by_part).value, self.measuring.between_steps
+        failed = failure(watch, footprint, measured, elsewhere, between_steps=between)
         lines = [note(failed)]
         if role == "train" and self.trains:
             names = str(trainer.precision), type(self.module).__name__

@@ -28,7 +28,7 @@ _MOST_BATCHES_COUNTED = 16  # a step may accumulate many
 
 
 class Measuring:
-    """Measures one run, epoch by epoch. Open it before the process has its context on the GPU; see `PeakMeter`.
+    """Measures one run, epoch by epoch; see `PeakMeter`.
 
     Attributes:
         between_steps: optimizer steps done, and bytes held then: after the first step, and when last read.

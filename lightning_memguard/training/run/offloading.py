@@ -156,7 +156,7 @@ class Offloading:
             measured = self.measuring.peak()
             counts_process = self._strategy.root_device.type == "cpu" and not measured.source.startswith(TENSORS)
             noise = _NOISE_BYTES if counts_process else 0
-            self._measured_bytes = max(self._measured_bytes, measured.taken_bytes)
+            self._measured_bytes = max(self._measured_bytes, measured.on_device(watch.kinds[0].footprint))
             self._tensor_bytes = max(self._tensor_bytes, measured.peak_bytes - noise)
         self._room, usual = self._read_room(watch.kinds[0], batch), watch.kinds[0]
         if (self._room, self._measured_bytes, self._tensor_bytes) != before:
@@ -178,8 +178,8 @@ class Offloading:
         if self._strategy.root_device.type == "cuda":
             measured, before = self.measuring.peak(), self._retries
             self._retries = measured.alloc_retries or 0
-            if self._retries > before:
-                unused = (measured.peak_reserved_bytes or 0) - (measured.peak_allocated_bytes or 0)
+            if self._retries > before and measured.peak_allocated_bytes is not None:
+                unused = (measured.peak_reserved_bytes or 0) - measured.peak_allocated_bytes
                 self._pieces_bytes = max(self._pieces_bytes, unused)
         return self._pieces_bytes
 

@@ -72,8 +72,7 @@ def tune(trainer: Trainer, module: LightningModule, settings: GuardSettings, sta
                 from lightning_memguard.training.strategies.sharded import refuse_sharded
 
                 refuse_sharded(module)
-            # after the budget, which counts an open context as ours: measuring it opens it
-            context = attempt(lambda: process_bytes or Range.exactly(context_bytes(facts.device)))
+            context = attempt(lambda: process_bytes or context_bytes(facts.device))
             profile = ranks.agree(planner.profile()).with_context(ranks.agree(context))
             profile = replace(profile, budget=shared(ranks, profile.budget, facts.device, reader.held_bytes))
             earlier = EarlierRuns.of(facts, reader.held_bytes, wanted=settings.learns)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from lightning_memguard.core.device import budget as budget_module
+from lightning_memguard.core.device import context as context_module
 from lightning_memguard.core.device import host as host_module
 from lightning_memguard.core.device import nvml as nvml_module
 from lightning_memguard.core.device.host import MemoryInfo
@@ -52,7 +53,10 @@ class Gpu:
         self.info: tuple[int, int] | None = (5 * GIB, 8 * GIB)
         self.peak_allocated = self.peak_reserved = 0
         self.stats: dict[str, int] = {}
-        self.properties = types.SimpleNamespace(total_memory=8 * GIB, is_integrated=0, uuid="aaaa")
+        self.by_process: int | None = None  # as in a container: NVML names no process
+        # in the catalogue, the context of such a GPU is 240 to 328 MiB
+        kind = {"name": "NVIDIA A10G", "major": 8, "minor": 6, "multi_processor_count": 80}
+        self.properties = types.SimpleNamespace(total_memory=8 * GIB, is_integrated=0, uuid="aaaa", **kind)
         answers = {
             "is_initialized": lambda: True,
             "current_device": lambda: 0,
@@ -63,16 +67,14 @@ class Gpu:
             "mem_get_info": self.mem_get_info,
             "memory_reserved": lambda where: self.reserved,
             "memory_allocated": lambda where: self.allocated,
-            "max_memory_reserved": lambda where: self.peak_reserved,
-            "max_memory_allocated": lambda where: self.peak_allocated,
-            "reset_peak_memory_stats": self.reset_peak,
-            "memory_stats": lambda where: self.stats,
+            "memory_stats": self.memory_stats,
         }
         for name, answer in answers.items():
             monkeypatch.setattr(torch.cuda, name, answer)
         monkeypatch.setattr(torch._C, "_cuda_hasPrimaryContext", lambda index: self.context_is_up, raising=False)
         for module in (budget_module, nvml_module):
             monkeypatch.setattr(module, "nvml_memory", lambda gpu: self.nvml)
+        monkeypatch.setattr(context_module, "nvml_process_bytes", lambda where: self.by_process)
         self.context = 300 * MIB
 
     def take(self, nbytes: int) -> None:
@@ -96,8 +98,9 @@ class Gpu:
         self.open_context(where)
         return self.info
 
-    def reset_peak(self, where: torch.device) -> None:
-        self.peak_reserved, self.peak_allocated = self.reserved, self.allocated
+    def memory_stats(self, where: torch.device) -> dict[str, int]:
+        peaks = {"reserved_bytes.all.peak": self.peak_reserved, "allocated_bytes.all.peak": self.peak_allocated}
+        return {**self.stats, **peaks, "reserved_bytes.all.current": self.reserved}
 
 
 @pytest.fixture
