@@ -94,13 +94,13 @@ def nvml_memory(gpu: GpuFacts) -> MemoryInfo | None:
     return None if torch.version.hip else or_none(_ask_nvml, gpu)
 
 
-def nvml_process_bytes(device: torch.device) -> int | None:
+def nvml_process_bytes(gpu: GpuFacts) -> int | None:
     """Read from NVML what this process takes on a GPU, its CUDA context included.
 
     None if NVML does not name this process, or not its memory: in containers with process ids of their own, under WSL,
     on MIG slices of some drivers.
     """
-    return None if torch.version.hip else or_none(_ask_process, gpu_facts_of(device))
+    return None if torch.version.hip else or_none(_ask_process, gpu)
 
 
 def _ask_process(gpu: GpuFacts) -> int | None:

@@ -11,6 +11,7 @@ import types
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -76,12 +77,19 @@ class Nvml:
 
     def ask(self, *lines: str, **facts: object) -> MemoryInfo | None:
         """Ask `nvml_memory` for a GPU with these facts on a machine with these devices and faults."""
+        answer = self._answer(lines, asdict(GpuFacts(**facts)))
+        return answer and MemoryInfo(**answer)
+
+    def ask_process(self, *lines: str, **facts: object) -> int | None:
+        """Ask what the process itself takes on the GPU."""
+        return self._answer(lines, {**asdict(GpuFacts(**facts)), "process": True})["process"]
+
+    def _answer(self, lines: tuple[str, ...], question: dict[str, object]) -> Any:
         self.state.write_text("".join(f"{line}\n" for line in lines))
-        print(json.dumps(asdict(GpuFacts(**facts))), file=self.process.stdin, flush=True)
+        print(json.dumps(question), file=self.process.stdin, flush=True)
         while not (answer := self.process.stdout.readline()).startswith(("{", "null")):
             assert answer, "the process ended"
-        answer = json.loads(answer)
-        return answer and MemoryInfo(**answer)
+        return json.loads(answer)
 
     def close(self) -> None:
         self.process.stdin.close()
@@ -221,3 +229,20 @@ def test_each_call_reads_again(nvml):
     for used in (2 * GIB, 3 * GIB, GIB):
         line = gpu_line("GPU-aaaa", "00000000:3B:00.0", 8 * GIB, 0, used)
         assert nvml.ask(line, **facts) == MemoryInfo(8 * GIB, 8 * GIB - used, "nvml", used)
+
+
+@pytest.mark.parametrize(
+    ("processes", "answer"),
+    [
+        (("process 4242 3000", "process 0 518"), 518),
+        (("process 0 518", *(f"process {pid} 99" for pid in range(4000, 4020))), 518),
+        (("process 4242 3000",), None),  # a container that sees others' numbers
+        ((), None),  # a container that sees none
+        (("process 0 -1", "process 4242 -1"), None),  # WSL and WDDM: not available
+        (("fail processes 3", "process 0 518"), None),
+        (("fail processes 13", "process 0 518"), None),  # an older driver
+    ],
+)
+def test_what_the_process_itself_takes_is_known_where_nvml_names_it(nvml, processes, answer):
+    assert nvml.ask_process(B, A, *processes, total_bytes=8 * GIB, uuids=("GPU-aaaa",)) == answer
+    assert nvml.ask_process(*processes, total_bytes=8 * GIB, uuids=("GPU-aaaa",)) is None
