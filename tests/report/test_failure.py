@@ -19,7 +19,7 @@ from lightning_memguard.report.failure import (
     overrun_words,
     steps_explain,
 )
-from lightning_memguard.units import GIB
+from lightning_memguard.units import GIB, MIB
 
 FOOTPRINT = Footprint(8, "cpu", 4 * GIB, 4 * GIB, 4 * GIB, {"activations": 4 * GIB}, "forward", notes=("a guess",))
 STATES = replace(FOOTPRINT, method="states", notes=("the step could not run on a copy",))
@@ -61,6 +61,24 @@ def test_no_size_is_advised_if_the_figures_do_not_explain_the_error(measured, no
     text = note(replace(FAILURE, budget=BUDGET, budget_now=now, measured=Measured(measured * GIB, "rss")))
     assert ("do not explain the error, as what was predicted and measured fits in 8.0 GiB" in text) is not explained
     assert ("would have fit" in text) is explained
+
+
+H100 = Budget(81_079 * MIB, 81_079 * MIB, 4_053 * MIB, "nvml", "NVIDIA H100 80GB HBM3 (cuda:0)")
+
+
+def test_what_this_process_keeps_is_not_said_to_be_other_processes():
+    """An H100 alone: 59.7 GiB of a step that failed are offered again, 1 GiB of outputs in a list is not."""
+    now = replace(H100, free_bytes=H100.free_bytes - GIB)
+    text = note(replace(FAILURE, budget=H100, budget_now=now, elsewhere={"`Net.outputs`": GIB}, own_bytes=GIB))
+    assert "offered 79.2 GiB at setup (nvml); now it offers 78.2 GiB of 79.2 GiB to this run (nvml), and other" in text
+    assert "other processes hold 0 B." in text
+
+
+def test_a_peak_whose_context_was_not_seen_is_compared_with_what_is_reserved():
+    predicted = replace(FOOTPRINT, device="cuda", peak_device_bytes=5 * GIB, doubts=())
+    measured = Measured(3 * GIB, "torch.cuda reserved, context not seen", {}, 2 * GIB, 3 * GIB)
+    text = note(replace(FAILURE, predicted=predicted, measured=measured))
+    assert text.startswith("MemGuard predicted a reserved peak of 4.0 GiB in the forward pass at batch size 8; the mea")
 
 
 @pytest.mark.parametrize(("now", "is_named"), [(3 * GIB, True), (2 * GIB + GIB // 16, False)])

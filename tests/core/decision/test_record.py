@@ -32,6 +32,52 @@ def test_the_error_is_predicted_over_measured_less_one(predicted, measured, rati
     assert record_of(predicted * GIB, measured * GIB).error_ratio == ratio
 
 
+def of_bert(outside: int) -> EpochRecord:
+    """``bert_16-mixed`` on an H100, recorded next to other processes: with or without what NVML saw of this one."""
+    reserved, high, measured = 3_330_277_376, 3_405_085_222, 3_332_374_528
+    context = 789_000_000
+    doubt = Doubt("process", (Peak(GIB, high, high + context),))
+    predicted = Footprint(
+        32, "cuda", 2_908_427_776, reserved, reserved + context, dict.fromkeys(PARTS, 0), doubts=(doubt,)
+    )
+    source = "torch.cuda + nvml" if outside else "torch.cuda reserved, context not seen"
+    found = Measured(measured + outside, source, {}, 2_910_645_760, measured)
+    return EpochRecord(0, 32, predicted, found, 76_134_410_496)
+
+
+def test_where_the_context_was_not_seen_reserved_is_compared_with_reserved():
+    record = of_bert(outside=0)
+    assert record.error_ratio == pytest.approx(-0.0006, abs=1e-4)  # not +23 %
+    assert last_line([record]).startswith(
+        "MemGuard: predicted a reserved peak of 3.1 GiB (at most 3.2 GiB), measured 3.1 GiB (torch.cuda reserved, "
+        "context not seen): -0.1%;"
+    )
+    assert "predicted 3.1 GiB (3.1 to 3.2 GiB), measured 3.1 GiB (-0.1%)" in picture_of_epoch(record).figures
+    metrics = record.as_metrics()
+    for key, nbytes in (("predicted_peak", 3_330_277_376), ("actual_peak", 3_332_374_528)):
+        assert metrics[f"memguard/{key}_gib"] == nbytes / GIB
+    assert metrics["memguard/predicted_high_gib"] == 3_405_085_222 / GIB
+    # a budget must hold the context all the same
+    assert record.headroom_bytes == 76_134_410_496 - 3_332_374_528 - 789_000_000
+
+
+def test_where_the_context_was_seen_the_totals_are_compared():
+    record = of_bert(outside=787_480_576)
+    assert record.error_ratio == pytest.approx(-0.0001, abs=1e-4)
+    assert "predicted a peak of 3.8 GiB (at most 3.9 GiB), measured 3.8 GiB (torch.cuda + nvml)" in last_line([record])
+    assert record.headroom_bytes == 76_134_410_496 - 3_332_374_528 - 787_480_576
+
+
+@pytest.mark.parametrize(("first", "then"), [(0, 787_480_576), (787_480_576, 0), (0, 0)])
+def test_what_followed_an_epoch_never_mixes_two_counters(first, then):
+    """Other processes may come or go meanwhile; of the same reserved bytes, the peak whose context was seen stays."""
+    known = of_bert(first).with_what_followed(of_bert(then).measured)
+    assert known.measured == of_bert(max(first, then)).measured
+    reserved = 4 * GIB
+    higher = replace(of_bert(then).measured, peak_bytes=reserved + then, peak_reserved_bytes=reserved)
+    assert of_bert(first).with_what_followed(higher).measured == higher
+
+
 def test_where_nothing_was_measured_there_is_no_error_to_report():
     assert math.isnan(record_of(3 * GIB, 0).error_ratio)
 
