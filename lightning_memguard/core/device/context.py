@@ -7,7 +7,7 @@ from torch import distributed as dist
 
 from lightning_memguard.core import torch_port as port
 from lightning_memguard.core.device.host import MemoryInfo, or_none
-from lightning_memguard.core.device.nvml import gpu_facts_of, nvml_memory_of, nvml_process_bytes, with_index
+from lightning_memguard.core.device.nvml import nvml_memory_of, with_index
 from lightning_memguard.core.gpus import Gpu
 from lightning_memguard.core.range import NOTHING, Range
 from lightning_memguard.units import GIB, MIB
@@ -62,7 +62,7 @@ def outside_bytes(device: torch.device, now: MemoryInfo | None) -> tuple[int, st
     communicates = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1  # NCCL has buffers
     alone = _LARGEST_BYTES if communicates else max(2 * least, most)
     reserved = reserved_bytes(device)
-    taken = or_none(lambda: nvml_process_bytes(gpu_facts_of(device))), now.used_bytes if now else None
+    taken = (now.own_bytes, now.used_bytes) if now else (None, None)
     for nbytes, limit, source in zip(taken, (_LARGEST_BYTES, alone), ("nvml", "nvml, whole device"), strict=True):
         if nbytes is not None and 0 < nbytes - reserved <= limit:
             return nbytes - reserved, source

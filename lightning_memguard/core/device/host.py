@@ -21,13 +21,15 @@ _NO_LIMIT_BYTES = 1 << 60  # control groups v1 write "no limit" as the largest m
 class MemoryInfo:
     """Report of one source on a device, in bytes.
 
-    ``used_bytes`` is the memory of processes, without the driver's own; None if the source does not report it.
+    ``used_bytes`` is the memory of processes, without the driver's own, and ``own_bytes`` that of this process on its
+    GPU, with CUDA's context; None if the source does not report it.
     """
 
     total_bytes: int
     free_bytes: int
     source: str
     used_bytes: int | None = None
+    own_bytes: int | None = None
 
 
 def least_free(infos: Iterable[MemoryInfo | None]) -> MemoryInfo | None:

@@ -94,30 +94,21 @@ def nvml_memory(gpu: GpuFacts) -> MemoryInfo | None:
     return None if torch.version.hip else or_none(_ask_nvml, gpu)
 
 
-def nvml_process_bytes(gpu: GpuFacts) -> int | None:
-    """Read from NVML what this process takes on a GPU, its CUDA context included.
-
-    None if NVML does not name this process, or not its memory: in containers with process ids of their own, under WSL,
-    on MIG slices of some drivers.
-    """
-    return None if torch.version.hip else or_none(_ask_process, gpu)
-
-
-def _ask_process(gpu: GpuFacts) -> int | None:
-    with _nvml() as nvml:
-        found = _found(nvml, gpu)
-        entries = nvml.nvmlDeviceGetComputeRunningProcesses(found[0]) if found else ()
-        return sum(each.usedGpuMemory for each in entries if each.pid == os.getpid()) or None
-
-
 def _ask_nvml(gpu: GpuFacts) -> MemoryInfo | None:
     with _nvml() as nvml:
         found = _found(nvml, gpu)
-    if found is None:
-        return None
-    memory = found[1]
+        if found is None:
+            return None
+        handle, memory = found
+        own = or_none(_own_bytes, nvml, handle)
     total = min(memory.total_bytes, gpu.total_bytes)  # as CUDA sees it
-    return replace(memory, total_bytes=total, free_bytes=min(memory.free_bytes, total))
+    return replace(memory, total_bytes=total, free_bytes=min(memory.free_bytes, total), own_bytes=own)
+
+
+def _own_bytes(nvml: ModuleType, handle: object) -> int | None:
+    """What NVML names of this process; nothing in containers with process ids of their own, or under WSL."""
+    entries = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
+    return sum(each.usedGpuMemory for each in entries if each.pid == os.getpid()) or None
 
 
 def _found(nvml: ModuleType, gpu: GpuFacts) -> tuple[object, MemoryInfo] | None:

@@ -6,13 +6,13 @@ import json
 import textwrap
 import types
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from lightning_memguard.core.device import budget as budget_module
-from lightning_memguard.core.device import context as context_module
 from lightning_memguard.core.device import host as host_module
 from lightning_memguard.core.device import nvml as nvml_module
 from lightning_memguard.core.device.host import MemoryInfo
@@ -53,7 +53,7 @@ class Gpu:
         self.info: tuple[int, int] | None = (5 * GIB, 8 * GIB)
         self.peak_allocated = self.peak_reserved = 0
         self.stats: dict[str, int] = {}
-        self.by_process: int | None = None  # as in a container: NVML names no process
+        self.own: int | None = None  # as in a container: NVML names no process
         # in the catalogue, the context of such a GPU is 240 to 328 MiB
         kind = {"name": "NVIDIA A10G", "major": 8, "minor": 6, "multi_processor_count": 80}
         self.properties = types.SimpleNamespace(total_memory=8 * GIB, is_integrated=0, uuid="aaaa", **kind)
@@ -73,8 +73,7 @@ class Gpu:
             monkeypatch.setattr(torch.cuda, name, answer)
         monkeypatch.setattr(torch._C, "_cuda_hasPrimaryContext", lambda index: self.context_is_up, raising=False)
         for module in (budget_module, nvml_module):
-            monkeypatch.setattr(module, "nvml_memory", lambda gpu: self.nvml)
-        monkeypatch.setattr(context_module, "nvml_process_bytes", lambda where: self.by_process)
+            monkeypatch.setattr(module, "nvml_memory", lambda gpu: self.nvml and replace(self.nvml, own_bytes=self.own))
         self.context = 300 * MIB
 
     def take(self, nbytes: int) -> None:

@@ -192,7 +192,7 @@ def test_the_whole_card_is_offered_before_and_after_the_context_and_the_allocato
     # another process, which took 753 MiB: NVML tells it from this one, or the least of a context counts as ours
     gpu.take(753 * MIB)
     assert 0 <= before.free_bytes - 753 * MIB - read_budget(CUDA, margin=0).free_bytes <= 26 * MIB
-    gpu.by_process = 518 * MIB
+    gpu.own = 518 * MIB
     assert 0 <= before.free_bytes - 753 * MIB - read_budget(CUDA, margin=0).free_bytes <= 10 * MIB
 
 

@@ -52,8 +52,7 @@ def test_libraries_that_load_later_are_counted_and_those_that_are_loaded_are_the
 )
 def test_memory_outside_the_allocator_is_reported_only_if_it_cannot_be_other_processes(gpu, process, used, answer):
     gpu.context_is_up, gpu.reserved = True, GIB
-    gpu.by_process = None if process is None else GIB + process * MIB
-    now = MemoryInfo(80 * GIB, GIB, "nvml", None if used is None else GIB + used * MIB)
+    now = MemoryInfo(80 * GIB, GIB, "nvml", *(None if each is None else GIB + each * MIB for each in (used, process)))
     nbytes, source = answer
     assert outside_bytes(CUDA, now) == (nbytes * MIB, source)
     assert context_held(CUDA, now) == (nbytes or 240) * MIB  # of a context that is there, the least

@@ -275,7 +275,7 @@ def test_on_cuda_a_context_that_cannot_be_separated_from_other_processes_is_left
     measured = meter.read({})
     assert (measured.peak_bytes, measured.source) == (GIB, "torch.cuda reserved, context not seen")
     assert measured.is_reserved
-    gpu.by_process = GIB + 250 * MIB
+    gpu.own = GIB + 250 * MIB
     measured = meter.read({})
     assert (measured.peak_bytes, measured.source) == (GIB + 250 * MIB, "torch.cuda + nvml")
 

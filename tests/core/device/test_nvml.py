@@ -9,9 +9,8 @@ import subprocess
 import sys
 import types
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -77,19 +76,12 @@ class Nvml:
 
     def ask(self, *lines: str, **facts: object) -> MemoryInfo | None:
         """Ask `nvml_memory` for a GPU with these facts on a machine with these devices and faults."""
-        answer = self._answer(lines, asdict(GpuFacts(**facts)))
-        return answer and MemoryInfo(**answer)
-
-    def ask_process(self, *lines: str, **facts: object) -> int | None:
-        """Ask what the process itself takes on the GPU."""
-        return self._answer(lines, {**asdict(GpuFacts(**facts)), "process": True})["process"]
-
-    def _answer(self, lines: tuple[str, ...], question: dict[str, object]) -> Any:
         self.state.write_text("".join(f"{line}\n" for line in lines))
-        print(json.dumps(question), file=self.process.stdin, flush=True)
+        print(json.dumps(asdict(GpuFacts(**facts))), file=self.process.stdin, flush=True)
         while not (answer := self.process.stdout.readline()).startswith(("{", "null")):
             assert answer, "the process ended"
-        return json.loads(answer)
+        answer = json.loads(answer)
+        return answer and MemoryInfo(**answer)
 
     def close(self) -> None:
         self.process.stdin.close()
@@ -244,5 +236,5 @@ def test_each_call_reads_again(nvml):
     ],
 )
 def test_what_the_process_itself_takes_is_known_where_nvml_names_it(nvml, processes, answer):
-    assert nvml.ask_process(B, A, *processes, total_bytes=8 * GIB, uuids=("GPU-aaaa",)) == answer
-    assert nvml.ask_process(*processes, total_bytes=8 * GIB, uuids=("GPU-aaaa",)) is None
+    memory = nvml.ask(B, A, *processes, total_bytes=8 * GIB, uuids=("GPU-aaaa",))
+    assert memory == replace(ROOM_A, own_bytes=answer)
