@@ -6,10 +6,13 @@ import gc
 import os
 import signal
 import sys
+import types
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import pytorch_lightning as pl
@@ -18,7 +21,10 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_memguard import MemGuard
-from lightning_memguard.training.run import aftermath, guarded_run
+from lightning_memguard.core.decision.decision import Budget
+from lightning_memguard.core.replay.footprint import Footprint
+from lightning_memguard.report import failure as report
+from lightning_memguard.training.run import aftermath, batch_monitor, guarded_run
 from lightning_memguard.units import MIB
 from tests.forks import with_shared_memory
 
@@ -242,6 +248,27 @@ def test_what_outlives_the_step_is_told_by_who_keeps_it(monkeypatch: pytest.Monk
         ("`Keeping.outputs`", 3 * MIB),
         ("an earlier error's frames (`sys.last_value`)", 2 * MIB),
     ]
+
+
+def test_what_the_failed_step_holds_on_a_gpu_is_offered_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An H100 alone: the error's frames hold 59.7 GiB of the step; 1 GiB in a list stays."""
+    card, context, free, allocated, reserved = 81_079 * MIB, 685 * MIB, 19_192 * MIB, 61_123 * MIB, 61_202 * MIB
+
+    def read(device: torch.device, *, margin: float, already_held_bytes: int = 0) -> Budget:
+        own = context + reserved - allocated + min(already_held_bytes, allocated)
+        return Budget(card, free + own, int(margin * card), "nvml", "NVIDIA H100 80GB HBM3 (cuda:0)")
+
+    monkeypatch.setattr(batch_monitor, "read_budget", read)
+    monkeypatch.setattr(batch_monitor, "held_now", lambda device: allocated)
+    run, unknown = types.SimpleNamespace(device=torch.device("cuda", 0)), mock.Mock(side_effect=ValueError)
+    offered = read(run.device, margin=0.05, already_held_bytes=allocated)
+    profile = types.SimpleNamespace(budget=offered, facts=run, trace_at=unknown)
+    step = Footprint(400, "cuda", 140 << 30, 157 << 30, 158 << 30, {"activations": 140 << 30}, "backward")
+    watch: Any = mock.Mock(profile=profile, largest=None, is_fixed=True, shapes=(), predicted_shapes=())
+    elsewhere = {report.FRAMES: 5 << 30, "`Net.outputs`": 1 << 30}
+    failed = batch_monitor.failure(watch, step, None, elsewhere)
+    assert failed.budget_now == replace(offered, free_bytes=card - (1 << 30))
+    assert "now it offers 78.2 GiB of 79.2 GiB to this run (nvml), and other processes hold 0 B." in report.note(failed)
 
 
 # -- workers
