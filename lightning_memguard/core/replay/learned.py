@@ -67,9 +67,11 @@ class Learned:
         high = max(peak, int((1 - doubt) * most + doubt * footprint.highest.device_bytes))
         runs = sum(each.runs for each in used)
         times = sorted(each.seconds_ratio for each in used if each.seconds_ratio)
+        found = _with_peak(footprint, peak)
+        ends = _end(found, footprint.lowest, low), _end(found, footprint.highest, high)
         return replace(
-            _with_peak(footprint, peak),
-            doubts=(Doubt("measurements", (_moved(footprint.lowest, low), _moved(footprint.highest, high))),),
+            found,
+            doubts=(Doubt("measurements", ends),),
             yielding_bytes=min(footprint.yielding_bytes, high - peak),
             correction_bytes=peak - before,
             seconds_ratio=times[len(times) // 2] if times else 1.0,
@@ -93,6 +95,11 @@ def range_after(measured_bytes: int) -> tuple[int, int]:
 
 def _distance(sighting: Sighting, size: int) -> float:
     return abs(math.log2(size / sighting.batch_size))
+
+
+def _end(found: Footprint, before: Peak, device_bytes: int) -> Peak:
+    """An end of the range: a measurement narrows the total, of which context and libraries are the likely ones."""
+    return _moved(replace(found.peak, allocated_bytes=before.allocated_bytes), device_bytes)
 
 
 def _moved(peak: Peak, device_bytes: int) -> Peak:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from lightning_memguard.core.replay.footprint import Doubt, Footprint, Peak
@@ -36,6 +38,14 @@ def test_near_a_measured_size_the_whole_error_is_corrected_and_the_range_is_narr
     assert found.learned_from == "1 earlier run on this GPU"
     assert found.outside_bytes == 200
     assert found.most_device_bytes <= found.high.device_bytes
+
+
+def test_a_range_of_the_context_does_not_widen_what_is_reserved() -> None:
+    """The measurement is of the total; that the context may be 100 or 300 is no doubt about the allocator."""
+    before = replace(predicted(64), doubts=(Doubt("process", (Peak(900, 1000, 1100), Peak(900, 1000, 1300))),))
+    found = learned(n64=1.0).corrected(before)
+    assert found.low == Peak(900, 952, 1152)
+    assert found.high == Peak(900, 1048, 1248)
 
 
 def test_far_away_nothing_is_corrected() -> None:
