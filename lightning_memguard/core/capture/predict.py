@@ -369,8 +369,9 @@ def _stopped(
     if len(traces) > 1:
         with contextlib.suppress(CannotTraceError):
             growth = grow(traces)
-    sizes = ", ".join(str(trace.batch_size) for trace in traces)
-    notes = *known.notes, f"{reasons[-1]}: the step was captured at batch size {sizes} alone"
+    sizes = [str(trace.batch_size) for trace in traces]
+    listed = " and ".join(filter(None, (", ".join(sizes[:-1]), sizes[-1])))
+    notes = *known.notes, f"{reasons[-1]}: the step was captured at batch size{'s' * (len(sizes) > 1)} {listed} alone"
     return replace(_from(known, method, traces, growth), notes=notes, stopped=reasons[-1])
 
 
@@ -661,4 +662,7 @@ def _reason(method: Method, error: CannotTraceError) -> str:
         "real": "the step could not run on a copy",
         "states": "the optimizer could not run on a copy",
     }
-    return f"{ways[method]} ({str(error).removesuffix('.')})"
+    why = str(error).removesuffix(".")
+    if method == "compiled" and isinstance(error, OutOfTimeError):
+        return f"{why}: the step was not captured as torch.compile compiles it"
+    return f"{ways[method]} ({why})"

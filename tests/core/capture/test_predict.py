@@ -21,8 +21,9 @@ from torch import nn
 from lightning_memguard.core import gpus
 from lightning_memguard.core.batch.batches import Batches, batches_from_one
 from lightning_memguard.core.capture import capture as capturing
+from lightning_memguard.core.capture import predict as predicting
 from lightning_memguard.core.capture import recorder
-from lightning_memguard.core.capture.capture import FIRST, Captures, capture_here
+from lightning_memguard.core.capture.capture import FIRST, Captures, OutOfTimeError, capture_here
 from lightning_memguard.core.capture.predict import Prediction, StepFailsError, capture, predict
 from lightning_memguard.core.capture.program import LoopProgram
 from lightning_memguard.core.isolation import pool
@@ -731,12 +732,20 @@ def until_deadline(*programs: LoopProgram, **options: Any) -> Captures:
     return Captures(*programs, deadline=monotonic() + 900, **options)
 
 
+def test_a_compiled_step_that_takes_too_long_is_not_said_to_have_failed() -> None:
+    assert predicting._reason("compiled", OutOfTimeError("time was up (max_setup_seconds)")) == (
+        "time was up (max_setup_seconds): the step was not captured as torch.compile compiles it"
+    )
+
+
 def test_what_was_captured_until_the_deadline_is_used_with_a_range(time_is_up: Callable[..., int]) -> None:
     program = program_of()
     with until_deadline(program, next_size=time_is_up):
         prediction = predict(program, 64, EXACT).proven_at(64)
     assert prediction.curve.scalable
-    assert "time was up (max_setup_seconds): the step was captured at batch size 4, 8 alone" in prediction.curve.notes
+    assert (
+        "time was up (max_setup_seconds): the step was captured at batch sizes 4 and 8 alone" in prediction.curve.notes
+    )
     for found in (prediction.footprint_at(64), pickle.loads(pickle.dumps(prediction.curve.packed())).footprint_at(64)):
         assert (found.peak_allocated_bytes, found.low.allocated_bytes) == (peak(64), peak(64))
         assert found.high.allocated_bytes == peak(8) + 8 * 48 * (8**2 - 1), "48 bytes a sample"
