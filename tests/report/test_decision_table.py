@@ -260,6 +260,11 @@ def test_a_batch_that_does_not_fit_is_checked_and_the_largest_that_would_is_name
     )
 
 
+@pytest.mark.parametrize(("largest", "shown"), [(999, "999"), (1100, "1,100"), (8192, "about 8,100")])
+def test_a_large_size_that_would_fit_is_rounded_and_said_to_be(largest, shown):
+    assert replace(CHECKED, largest_batch_size=largest).reason.endswith(f". Up to {shown} would.")
+
+
 def test_a_batch_that_fits_by_a_prediction_that_was_cut_short_says_so():
     cut = ON_CPU.doubted("one draw", Peak(5 * MIB, 5 * MIB, 5 * MIB))
     assert replace(CHECKED, footprint=cut).reason == (

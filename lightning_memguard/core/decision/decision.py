@@ -410,8 +410,9 @@ def _up_to(decision: Decision) -> str:
     largest, size, fits = decision.largest_batch_size, decision.batch_size, decision.fits
     if not largest or largest == size or (largest < size) == fits or decision.loader_batch_sizes:
         return ""
-    about = largest - largest % 10 ** max(0, len(str(largest)) - 2) if largest >= _ROUNDED else largest
-    return f" Up to {about:,} would{_LARGEST if fits and decision.outcome != 'checked' else ''}."
+    rounded = largest - largest % 10 ** max(0, len(str(largest)) - 2) if largest >= _ROUNDED else largest
+    about = "" if rounded == largest else "about "
+    return f" Up to {about}{rounded:,} would{_LARGEST if fits and decision.outcome != 'checked' else ''}."
 
 
 _WITHOUT_VALIDATION = " Validation is not included: what it takes is unknown."
