@@ -216,11 +216,16 @@ def _epochs(records: Sequence[EpochRecord]) -> str:
     heads += ('<span class="hidden">Measured, and predicted on it</span>',)
     after = shown[-1].expected_bytes
     narrowed = f" After the epochs before it, the last was expected to take {byte_range(*after)}." if after else ""
+    alone = " Both without the context, as other processes hide it." if any(map(_is_alone, shown)) else ""
     sources = ", ".join(dict.fromkeys(escape(record.measured.source) for record in shown))
     return f"""<section><h2>Predicted versus measured</h2>
-<p class="sub">Measured: {sources}. <span class="wide">The bar is the measured peak, the mark on it the predicted
+<p class="sub">Measured: {sources}.{alone} <span class="wide">The bar is the measured peak, the mark on it the predicted
 one.</span> {narrowed}{omitted}</p>
 <div class="scroll">{charts.table("epochs", heads, rows, "Predicted and measured peak by epoch")}</div></section>"""
+
+
+def _is_alone(record: EpochRecord) -> bool:
+    return record.measured.is_reserved and record.predicted.outside_bytes > 0
 
 
 _COUNTS: dict[str, Callable[[EpochRecord], int]] = {  # shown if not all are zero

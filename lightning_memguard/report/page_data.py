@@ -117,6 +117,7 @@ def _record_data(record: EpochRecord) -> dict[str, Any]:
         **picked(record, "epoch", "batch_size", "loader_batch_sizes"),
         "offloaded_steps": record.offloaded,
         "predicted_peak_device_bytes": record.predicted.peak_device_bytes,
+        "predicted_peak_reserved_bytes": record.predicted.peak_reserved_bytes,
         "predicted_parts_bytes": dict(record.predicted.parts),
         "expected_peak_bytes": record.expected_bytes,
         "measured_peak_bytes": measured.peak_bytes,

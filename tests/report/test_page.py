@@ -350,6 +350,17 @@ def test_what_could_not_be_measured_is_null(tmp_path):
     assert "unknown" in read.text
 
 
+def test_where_the_context_was_not_seen_both_peaks_are_shown_without_it(tmp_path):
+    measured = Measured(60 * MIB, "torch.cuda reserved, context not seen", {}, 43 * MIB, 60 * MIB)
+    read, data = written(replace(FULL, records=[replace(RECORDS[0], measured=measured)]), tmp_path)
+    assert "context not seen. Both without the context, as other processes hide it." in read.text
+    for words in ("62.0 MiB", "60.0 MiB", "+3.3%"):
+        assert words in read.text
+    (epoch,) = data["epochs"]
+    assert epoch["error_ratio"] == pytest.approx(epoch["predicted_peak_reserved_bytes"] / (60 * MIB) - 1)
+    assert "hide it" not in written(FULL, tmp_path)[0].text
+
+
 def test_the_curve_has_the_chosen_and_the_requested_size(prediction):
     budget = Budget(64 * MIB, 64 * MIB, 0, "given")
     decision = decide(prediction.footprint_at, budget, Request(8))

@@ -59,8 +59,8 @@ def outside_bytes(device: torch.device, now: MemoryInfo | None) -> tuple[int, st
         Bytes and the source in words; 0 bytes if unknown.
     """
     least, _, most = _of_a_training(device)
-    communicates = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1  # NCCL has buffers
-    alone = _LARGEST_BYTES if communicates else max(2 * least, most)
+    has_nccl = dist.is_available() and dist.is_initialized() and "nccl" in dist.get_backend()  # which has buffers, too,
+    alone = _LARGEST_BYTES if has_nccl else max(2 * least, most)  # and refuses a GPU that another rank uses
     reserved = reserved_bytes(device)
     taken = (now.own_bytes, now.used_bytes) if now else (None, None)
     for nbytes, limit, source in zip(taken, (_LARGEST_BYTES, alone), ("nvml", "nvml, whole device"), strict=True):

@@ -355,7 +355,8 @@ class GuardedRun:
         budget, watch, trainer = self.decision.budget, self._growth, self.trainer
         if budget is None or watch is None:
             return
-        peak = self.records[-1].measured.taken_bytes if self.records else 0
+        last = self.records[-1] if self.records else None
+        peak = last.measured.on_device(last.predicted) if last else 0
         epochs = _epochs_of(trainer, self.decision.steps_per_epoch)
         grown = watch.note(peak, budget.free_bytes, trainer.current_epoch, epochs)
         if grown is not None:

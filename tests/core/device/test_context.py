@@ -62,7 +62,7 @@ def test_buffers_of_nccl_are_not_mistaken_for_another_process(gpu, monkeypatch):
     gpu.context_is_up = True
     now = MemoryInfo(8 * GIB, GIB, "nvml", 900 * MIB)
     assert outside_bytes(CUDA, now)[0] == 0
-    for name, answer in (("is_initialized", True), ("get_world_size", 2)):
+    for name, answer in (("is_initialized", True), ("get_backend", "cpu:gloo,cuda:nccl")):
         monkeypatch.setattr(torch.distributed, name, lambda answer=answer: answer)
     assert outside_bytes(CUDA, now) == (900 * MIB, "nvml, whole device")
 
