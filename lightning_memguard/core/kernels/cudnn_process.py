@@ -40,7 +40,7 @@ _INFO = 3  # cudnnSeverity_t
 
 # Multiprocessors of each graphics processing cluster (GPC), by compute capability and multiprocessors: those that two
 # networks' workspaces on an H100 tell. Chips of one kind differ in them.
-_CLUSTERS = {((9, 0), 132): (18, 18, 18, 18, 16, 16, 14, 14)}
+_CLUSTERS = {((9, 0), 132): (18, 18, 18, 18, 18, 16, 16, 10)}
 _MOST_CLUSTERS, _GREATEST_CLUSTER = 24, 18
 
 # By compute capability: multiprocessors, shared memory a block can opt in to (KiB), blocks and threads of a
