@@ -492,6 +492,8 @@ def predict_recorded(task: tuple[str, dict[str, Any], dict[str, Any]]) -> Record
 def replay_history(history: Sequence[Sequence[Any]], settings: Any) -> tuple[int, int]:
     """Replay the recorded requests with our allocator and compare its segments with the recorded ones.
 
+    What Lightning releases once the model is on the GPU (`_CheckpointConnector.resume_end`) is released here, too.
+
     Returns:
         How many requests there were, and after how many of them the reserved bytes differ.
     """
@@ -500,13 +502,19 @@ def replay_history(history: Sequence[Sequence[Any]], settings: Any) -> tuple[int
     allocator = Allocator(settings)
     blocks: dict[int, Any] = {}
     reserved = requests = different = 0
+    last = ""  # action on segments since the last request
     for action, address, nbytes, stream in history:
         if action in ("segment_alloc", "segment_map"):
             reserved += nbytes
+            last = action
         elif action in ("segment_free", "segment_unmap"):
             reserved -= nbytes
+            last = action
         elif action == "alloc":
             requests += 1
+            if last in ("segment_free", "segment_unmap"):  # not to make room: `torch.cuda.empty_cache`
+                allocator.empty_cache()
+            last = ""
             blocks[address] = allocator.alloc(nbytes, stream)
             different += allocator.reserved_bytes != reserved
         elif action == "free_completed" and address in blocks:
