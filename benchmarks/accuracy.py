@@ -457,6 +457,12 @@ class Recorded:
     predicted_reserved: int
     fits: bool  # the replay runs under what was reserved, as a hard cap
     history: tuple[int, int] | None  # events replayed, and those after which the reserved bytes differ
+    low: int  # the range of the reserved bytes
+    high: int
+
+    @property
+    def is_within(self) -> bool:
+        return self.low <= self.reserved <= self.high
 
 
 def predict_recorded(task: tuple[str, dict[str, Any], dict[str, Any]]) -> Recorded:
@@ -486,11 +492,13 @@ def predict_recorded(task: tuple[str, dict[str, Any], dict[str, Any]]) -> Record
     fitting = replay(trace, replace(settings, capacity_bytes=case["max_reserved"])).out_of_memory_event is None
     peaks = case["max_allocated"], case["max_reserved"], found.peak_allocated_bytes, found.peak_reserved_bytes
     history = replay_history(case["history"], capped) if case.get("history") else None
-    return Recorded(name, *peaks, fitting, history)
+    return Recorded(name, *peaks, fitting, history, found.lowest.reserved_bytes, found.highest.reserved_bytes)
 
 
 def replay_history(history: Sequence[Sequence[Any]], settings: Any) -> tuple[int, int]:
     """Replay the recorded requests with our allocator and compare its segments with the recorded ones.
+
+    What Lightning releases once the model is on the GPU (`_CheckpointConnector.resume_end`) is released here, too.
 
     Returns:
         How many requests there were, and after how many of them the reserved bytes differ.
@@ -500,13 +508,19 @@ def replay_history(history: Sequence[Sequence[Any]], settings: Any) -> tuple[int
     allocator = Allocator(settings)
     blocks: dict[int, Any] = {}
     reserved = requests = different = 0
+    last = ""  # action on segments since the last request
     for action, address, nbytes, stream in history:
         if action in ("segment_alloc", "segment_map"):
             reserved += nbytes
+            last = action
         elif action in ("segment_free", "segment_unmap"):
             reserved -= nbytes
+            last = action
         elif action == "alloc":
             requests += 1
+            if last in ("segment_free", "segment_unmap"):  # not to make room: `torch.cuda.empty_cache`
+                allocator.empty_cache()
+            last = ""
             blocks[address] = allocator.alloc(nbytes, stream)
             different += allocator.reserved_bytes != reserved
         elif action == "free_completed" and address in blocks:
@@ -523,6 +537,7 @@ def show_recording(path: Path, pool: Any) -> None:
     print(f"\n{path.name}: {recording['machine']['gpu']}, torch {recording['machine']['torch']}; MiB")
     print(
         f"{'training':<32}{'allocated':>11}{'predicted':>11}{'error':>9}{'reserved':>11}{'predicted':>11}{'error':>9}"
+        f"{'range':>15}"
     )
     errors: tuple[list[float], list[float]] = [], []
     for run in found:
@@ -532,8 +547,11 @@ def show_recording(path: Path, pool: Any) -> None:
             column.append(100 * (predicted / real - 1))
             cells += f"{real / MIB:>11.0f}{predicted / MIB:>11.0f}{column[-1]:>+8.2f}%"
         history = "" if run.history is None else f"  history: {run.history[1]} of {run.history[0]} requests differ"
-        print(f"{run.name:<32}{cells}{history}")
+        ends = f"{run.low / MIB:>8.0f} to {run.high / MIB:.0f}{' ' if run.is_within else '!'}"
+        print(f"{run.name:<32}{cells}{ends}{history}")
     print(f"  allocated  {spread(errors[0])}\n  reserved   {spread(errors[1])}")
+    width = statistics.median(100 * (run.high - run.low) / run.reserved for run in found)
+    print(f"  reserved in the range: {sum(run.is_within for run in found)} of {len(found)}, median width {width:.1f} %")
     fails = sum(not run.fits for run in found)
     print(f"  the replay fails under the recorded peak as a hard cap: {fails} of {len(found)}")
     for name, case in recording["cases"].items():

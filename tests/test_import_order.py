@@ -39,6 +39,7 @@ ROOMS = {
         "cudnn_process",
         "cudnn",
         "convolutions",
+        "rnn",
         "cuda",
         "attention",
         "onednn",

@@ -218,6 +218,11 @@ def test_a_recorded_history_is_compared_with_our_segments(benchmarks):
     assert accuracy.replay_history(freed, settings) == (3, 0)
     other = [["segment_alloc", 0, 20 * MIB, 0], ["alloc", 0, 1000, 0]]
     assert accuracy.replay_history(other, settings) == (1, 1)
+    large = [["segment_alloc", 0, 20 * MIB, 0], ["alloc", 0, 2 * MIB, 0], ["free_completed", 0, 2 * MIB, 0]]
+    emptied = [*large, ["segment_free", 0, 20 * MIB, 0], *small]
+    assert accuracy.replay_history([*emptied, ["alloc", 2, 1000, 0]], settings) == (4, 3), "room was made"
+    emptied = [*emptied[:4], ["alloc", 0, 0, 0], *small]
+    assert accuracy.replay_history(emptied, settings) == (4, 0), "`torch.cuda.empty_cache` was called"
 
 
 def test_a_training_of_the_corpus_is_predicted_for_the_gpu_it_was_recorded_on(benchmarks):

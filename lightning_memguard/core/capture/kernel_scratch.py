@@ -25,6 +25,7 @@ from lightning_memguard.core.foreign import aten as _aten
 from lightning_memguard.core.isolation.pool import in_child
 from lightning_memguard.core.kernels import table
 from lightning_memguard.core.kernels.arguments import Call
+from lightning_memguard.core.kernels.rnn import dropout_state_bytes
 from lightning_memguard.core.simulation import mkldnn_lstm, sdpa
 from lightning_memguard.core.simulation.backward import graph_task
 from lightning_memguard.core.simulation.fake import training_threads
@@ -66,6 +67,7 @@ class KernelScratch:
         self._blocks = 0  # numbered below zero: how many there are may change with the batch size
         self._cublas: set[bool] = set()  # if a handle is open: in the backward pass or not
         self._cublas_lt: set[bool] = set()  # likewise
+        self._has_dropout_state = False  # of cuDNN's RNNs, one for the process
         self.is_autotuned = False
         self.largest_product = 0
         self.may_pad = False  # torch.compile pads matrices by their speed
@@ -88,15 +90,14 @@ class KernelScratch:
         """Record what an operator allocated: scratch, results, and scratch next to the results."""
         storages, (name, namespace, short) = self._storages, _names(func)
         results = [out] if type(out) is FakeTensor or type(out) is Tensor else list(plain_tensors(out))
-        if self.is_autotuned and results and short in _TIMED:
-            self.largest_product = max(self.largest_product, results[0].numel() * results[0].element_size())
-        if self.may_pad and results and short in ("mm", "addmm", "bmm"):
-            self._note_padded(args, results[0])
+        self._note_compiled(short, args, results)
         elsewhere = bool(results) and results[0].device.type != storages.device_type
         if namespace == "c10d" and short in _EXCHANGES:
             storages.label([max(plain_tensors(list(args[:2])), key=torch.Tensor.numel)], "communication")
         rule = table.rule(short, self.target) if namespace in ("aten", "fsdp") and not elsewhere else None
         scratch = NONE
+        if short == "_cudnn_rnn" and isinstance(self.target, CudaTarget):
+            self._open_dropout(name, by_name(func, args, kwargs), self.target)
         if rule and self.target:
             call = Call(by_name(func, args, kwargs), results or list(plain_tensors(kwargs.get("out"))), self.target)
             scratch = rule(call)
@@ -123,6 +124,13 @@ class KernelScratch:
         if inside:  # it grows with the batch size as the results do
             storages.add_row("free", storages.take(inside, name, "workspaces"), name)
 
+    def _note_compiled(self, short: str, args: tuple[Any, ...], results: Sequence[Tensor]) -> None:
+        """Keep what torch.compile's choices depend on."""
+        if self.is_autotuned and results and short in _TIMED:
+            self.largest_product = max(self.largest_product, results[0].numel() * results[0].element_size())
+        if self.may_pad and results and short in ("mm", "addmm", "bmm"):
+            self._note_padded(args, results[0])
+
     def _note_padded(self, args: tuple[Any, ...], out: Tensor) -> None:
         """`can_pad` and `is_mm_compute_bound` in torch/_inductor/fx_passes/pad_mm.py: copies of all three matrices."""
         first, second = args[-2:]
@@ -148,6 +156,12 @@ class KernelScratch:
                 self._storages.take(lt.nbytes, operator, "workspaces")
             else:
                 self._storages.expect(lt.nbytes, "workspaces", at_most=True)
+
+    def _open_dropout(self, operator: str, given: Mapping[str, Any], kernel_target: CudaTarget) -> None:
+        """`get_dropout_state` (aten/src/ATen/native/cudnn/RNN.cpp): made by the first layers that need it, and kept."""
+        if given["dropout"] and given["train"] and not self._has_dropout_state:
+            self._has_dropout_state = True
+            self._storages.take(dropout_state_bytes(kernel_target), operator, "workspaces")
 
     def _scratch(self, scratch: Scratch, place: int | None, operator: str) -> None:
         """Allocate blocks that live inside the operator that ran last, and free them."""

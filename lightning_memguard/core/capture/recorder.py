@@ -44,7 +44,15 @@ from lightning_memguard.core.simulation import (
     quantized,
     streams,
 )
-from lightning_memguard.core.simulation.backward import NUMBER, graph_task, in_place, is_walked, masked, walking
+from lightning_memguard.core.simulation.backward import (
+    NUMBER,
+    frees_saved,
+    graph_task,
+    in_place,
+    is_walked,
+    masked,
+    walking,
+)
 from lightning_memguard.core.simulation.compiled import NOTE, READS, Reads
 from lightning_memguard.core.simulation.constants import forget_written
 from lightning_memguard.core.simulation.fake import Function
@@ -66,6 +74,7 @@ from lightning_memguard.errors import CannotTraceError, MemGuardError
 
 _device_of = torch.ops.prim.device.default
 _ADD, _ADD_ = aten.add.Tensor, aten.add_.Tensor
+_CLONE = aten.clone.default
 _DISTANCES = aten._euclidean_dist.default  # `cdist` by a product, of copies of both inputs
 
 
@@ -372,6 +381,8 @@ class Recorder(Storages, TorchDispatchMode):
             return out
         if self.device_type == "cpu":
             return mkldnn_lstm.fake_result(func, args, kwargs)
+        if func is _CLONE and frees_saved("CudnnRnnBackward0"):
+            return args[0]  # the formula copies the reserve unless the engine says that it frees it; a node has no say
         out = cudnn_rnn.fake_result(func, args, kwargs)
         if out is not None:
             self.assume(cudnn_rnn.NOTE)

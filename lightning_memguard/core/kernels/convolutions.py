@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from lightning_memguard.core.kernels import cudnn
 from lightning_memguard.core.kernels.arguments import CudaCall, Rules, after, moments
 from lightning_memguard.core.kernels.cuda_reductions import reduction
@@ -19,8 +17,6 @@ from lightning_memguard.core.range import Range
 from lightning_memguard.core.trace.scratch import NONE, Block, CudaTarget, Plans, Scratch, Tensor, nbytes
 
 RULES = Rules[CudaTarget]()
-
-_NARROW = 64  # channels of the narrower side
 
 
 def _workspace(operation: cudnn.Operation, call: CudaCall) -> Block:
@@ -54,15 +50,10 @@ def _workspace(operation: cudnn.Operation, call: CudaCall) -> Block:
         tf32=gpu.tf32,
         deterministic=gpu.deterministic,
         every=gpu.benchmark,
+        multiprocessors=gpu.multiprocessors,
     )
     plans = cudnn.workspaces(question) or (cudnn.likely(question), 0)
-    # For a product of few channels, cuDNN's heuristics name copies first, which measured runs did not take: those of
-    # MobileNetV2, MNASNet and RegNet on an RTX 3060 and 4060 with an older cuDNN than can be asked. The threshold was
-    # chosen on them (`benchmarks/accuracy.py`). For newer ones, the copies stay in the upper end of the range.
-    is_narrow = math.prod(weight.shape[2:]) == 1 and min(weight.shape[:2]) < _NARROW
-    point, most = 0 if is_narrow else plans[0], max(plans if gpu.benchmark else plans[:1])
-    if 0 < gpu.cudnn < cudnn.FIRST_VERSION and not gpu.benchmark:
-        most = point  # measured runs with such a version took no copies for narrow products
+    point, most = plans[0], max(plans if gpu.benchmark else plans[:1])
     if gpu.compute_capability < cudnn.FIRST_CAPABILITY:  # measured runs on a V100 took 10 to 18 % more than without any
         most = max(most, cudnn.tensors_bytes(question))
     # In the first forward pass copies of the tensors are as plausible: with them, what RegNetY-400MF and VGG-19 have in

@@ -45,6 +45,7 @@ class Question:
         tf32: whether float32 may run on tensor cores.
         deterministic: whether plans whose results vary are left out.
         every: ask for every plan, rather than for the first ones, down to a small workspace.
+        multiprocessors: the GPU's; 0 for the usual number.
     """
 
     operation: Operation
@@ -60,6 +61,7 @@ class Question:
     tf32: bool
     deterministic: bool
     every: bool = False
+    multiprocessors: int = 0
 
 
 @functools.lru_cache(16384)

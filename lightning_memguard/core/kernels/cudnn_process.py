@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -28,6 +29,19 @@ _FIRST_ATTRIBUTE = {"forward": 700, "input": 706, "weight": 712}  # alpha, beta,
 _TENSOR_CORE, _DOWN_CONVERT, _NONDETERMINISTIC = 0, 1, 4  # cudnnBackendNumericalNote_t
 _HEURISTIC_MODES = (0, 3)  # instant, and the fallback list
 _KIB = 1 << 10
+
+# Engines that run a 1x1 convolution as one tensor contraction, the same in cuDNN 9.19 to 9.26. The heuristics name them
+# without a device, but only a device tells whether they run, so the list comes without them: they are in the messages
+# alone. On an H100 (cuDNN 9.19), all 36 convolutions of two networks for which they are named first ran so: with no
+# workspace or with the tensors' three descriptors, and a weight's gradient with one for each image, which it then adds.
+_CONTRACTIONS = {"forward": 58, "input": 63, "weight": 62}
+_CONTRACTION_BYTES, _ACCUMULATOR_BYTES = 400, 4
+_INFO = 3  # cudnnSeverity_t
+
+# Multiprocessors of each graphics processing cluster (GPC), by compute capability and multiprocessors: those that two
+# networks' workspaces on an H100 tell. Chips of one kind differ in them.
+_CLUSTERS = {((9, 0), 132): (18, 18, 18, 18, 18, 16, 16, 10)}
+_MOST_CLUSTERS, _GREATEST_CLUSTER = 24, 18
 
 # By compute capability: multiprocessors, shared memory a block can opt in to (KiB), blocks and threads of a
 # multiprocessor, memory (GiB), level-2 cache (MiB). Of these only the compute capability was seen to move a choice.
@@ -93,23 +107,42 @@ def _check(status: int) -> None:
         raise _CudnnError(_Descriptor.library.cudnnGetErrorString(status).decode())
 
 
-_devices: dict[tuple[int, int], _Descriptor] = {}
+_devices: dict[tuple[tuple[int, int], int], _Descriptor] = {}
 
 
-def _device(capability: tuple[int, int]) -> _Descriptor:
-    if capability not in _devices:
-        text = json.dumps(_properties(capability)).encode()
+def _device(capability: tuple[int, int], multiprocessors: int) -> _Descriptor:
+    key = capability, multiprocessors
+    if key not in _devices:
+        text = json.dumps(_properties(capability, multiprocessors)).encode()
         chars = ctypes.create_string_buffer(text, len(text))
-        _devices[capability] = _Descriptor(_DEVICE).set(2702, _A_CHAR, chars).done()
-    return _devices[capability]
+        _devices[key] = _Descriptor(_DEVICE).set(2702, _A_CHAR, chars).done()
+        if capability == (9, 0):
+            _set_clusters(_devices[key], _CLUSTERS.get(key, ()))
+    return _devices[key]
 
 
-def _properties(capability: tuple[int, int]) -> dict[str, object]:
+def _set_clusters(device: _Descriptor, clusters: Sequence[int]) -> None:
+    """Write into the descriptor what its JSON has no name for: the sizes of the GPCs, or that they are unknown.
+
+    They say how many groups of thread blocks run at once, and with that what is left over for the last ones to share
+    (stream-K), by a workspace. On a device cuDNN measures them; made from JSON, a description has a single GPC of 18
+    multiprocessors. If that is not found there, nothing is written.
+    """
+    blank = [_GREATEST_CLUSTER] + [0] * (_MOST_CLUSTERS - 1)
+    assert device.pointer.value is not None
+    numbers = (ctypes.c_int * 128).from_address(device.pointer.value)  # of an object of some 560 bytes
+    for place in range(len(numbers) - _MOST_CLUSTERS):
+        if numbers[place : place + _MOST_CLUSTERS] == blank:
+            numbers[place : place + _MOST_CLUSTERS] = [*clusters, *[0] * (_MOST_CLUSTERS - len(clusters))]
+            return
+
+
+def _properties(capability: tuple[int, int], multiprocessors: int) -> dict[str, object]:
     nearest = max((known for known in _DEVICES if known <= capability), default=(7, 5))
-    multiprocessors, shared, blocks, threads, memory, cache = _DEVICES[nearest]
+    usual, shared, blocks, threads, memory, cache = _DEVICES[nearest]
     return {
         "deviceVer": capability[0] * 100 + capability[1] * 10,
-        "multiProcessorCount": multiprocessors,
+        "multiProcessorCount": multiprocessors or usual,
         "warpSize": 32,
         "maxSharedMemoryPerBlock": 48 * _KIB,
         "maxSharedMemoryPerBlockOptin": shared * _KIB,
@@ -168,11 +201,15 @@ def _graph(asked: dict[str, Any]) -> _Descriptor:
     return _Descriptor(_GRAPH).descriptor(801, operation.done()).done()
 
 
+def _heuristics(graph: _Descriptor, device: _Descriptor, mode: int) -> _Descriptor:
+    heuristics = _Descriptor(_HEURISTICS).descriptor(201, graph).choice(200, _A_HEURISTIC, mode)
+    return heuristics.descriptor(204, device).done()
+
+
 def _configurations(graph: _Descriptor, device: _Descriptor) -> Iterator[_Descriptor]:
     """Yield the configurations that cuDNN would try, in its order, a few at a time: reading many takes milliseconds."""
     for mode in _HEURISTIC_MODES:
-        heuristics = _Descriptor(_HEURISTICS).descriptor(201, graph).choice(200, _A_HEURISTIC, mode)
-        heuristics.descriptor(204, device).done()
+        heuristics = _heuristics(graph, device, mode)
         total, known, wanted = heuristics.read(202, _A_DESCRIPTOR, None), 0, 4
         while known < total:
             some = [_Descriptor(_CONFIGURATION) for _ in range(min(wanted, total))]
@@ -196,6 +233,38 @@ def _workspace(configuration: _Descriptor) -> int:
     return nbytes[0]
 
 
+_heard: list[bytes] = []
+
+
+def _listen(_severity: int, _data: int, _origin: int, message: int) -> None:
+    """Keep a message of cuDNN: lines that each end with a zero byte, and an empty one."""
+    while line := ctypes.string_at(message):
+        _heard.append(line)
+        message += len(line) + 1
+
+
+_LISTENER = ctypes.CFUNCTYPE(None, ctypes.c_int, _POINTER, _POINTER, _POINTER)(_listen)
+
+
+def _contraction(asked: dict[str, Any], graph: _Descriptor, device: _Descriptor) -> list[int]:
+    """The workspace of a tensor contraction if it is named before all configurations that can be checked; else none."""
+    library, engine = _Descriptor.library, _CONTRACTIONS[asked["operation"]]
+    on_tensor_cores = asked["kind"] == "float32" and tuple(asked["capability"]) >= (8, 0)
+    if math.prod(asked["weight"][2:]) > 1 or (on_tensor_cores and not asked["tf32"]):
+        return []
+    heuristics, first = _heuristics(graph, device, _HEURISTIC_MODES[0]), _Descriptor(_CONFIGURATION)
+    _heard.clear()
+    library.cudnnSetCallback(1 << _INFO, None, _LISTENER)
+    try:
+        heuristics.read(202, _A_DESCRIPTOR, (_POINTER * 1)(first.pointer))
+    finally:
+        library.cudnnSetCallback(0, None, _LISTENER)
+    if not any(b'"engineId":%d,' % engine in line for line in _heard):
+        return []
+    gradients = asked["x"][0] * math.prod(asked["weight"]) * _ACCUMULATOR_BYTES
+    return [_CONTRACTION_BYTES + (gradients if asked["operation"] == "weight" else 0)]
+
+
 def workspaces(asked: dict[str, Any]) -> list[int]:
     """Workspaces of the plans that PyTorch would try, in its order, until a small one (see ``enough_bytes``)."""
     refused = {_DOWN_CONVERT}  # `filterEngineConfigs` in Conv_v8.cpp
@@ -203,8 +272,9 @@ def workspaces(asked: dict[str, Any]) -> list[int]:
         refused.add(_NONDETERMINISTIC)
     if asked["kind"] == "float32" and not asked["tf32"]:
         refused.add(_TENSOR_CORE)
-    found: list[int] = []
-    for configuration in _configurations(_graph(asked), _device(tuple(asked["capability"]))):
+    graph, device = _graph(asked), _device(tuple(asked["capability"]), asked["multiprocessors"])
+    found = _contraction(asked, graph, device)
+    for configuration in _configurations(graph, device):
         try:
             if refused & _notes(configuration):
                 continue
@@ -223,6 +293,7 @@ def _load(paths: Sequence[str]) -> Any:
     number, pointers = ctypes.c_int, ctypes.POINTER(_POINTER)
     library.cudnnGetVersion.restype = ctypes.c_size_t
     library.cudnnGetErrorString.restype = ctypes.c_char_p
+    library.cudnnSetCallback.argtypes = [ctypes.c_uint, _POINTER, type(_LISTENER)]
     library.cudnnBackendCreateDescriptor.argtypes = [number, pointers]
     library.cudnnBackendDestroyDescriptor.argtypes = [_POINTER]
     library.cudnnBackendFinalize.argtypes = [_POINTER]

@@ -21,13 +21,14 @@ from lightning_memguard.core.kernels import (
     cuda_reductions,
     indexing,
     norms,
+    rnn,
     sorting,
 )
 from lightning_memguard.core.kernels.arguments import Rule, Rules, checked
 from lightning_memguard.core.trace.scratch import CpuTarget, CudaTarget
 
 CPU = Rules[CpuTarget]().join(cpu.RULES, cpu_convolutions.RULES, cpu_factorizations.RULES, attention.EITHER)
-_CUDA_FAMILIES = (cuda_reductions, indexing, sorting, norms, convolutions, attention, cuda)
+_CUDA_FAMILIES = (cuda_reductions, indexing, sorting, norms, convolutions, rnn, attention, cuda)
 CUDA = Rules[CudaTarget]().join(*(family.RULES for family in _CUDA_FAMILIES), attention.EITHER)
 BY_TYPES = cpu.BY_TYPES
 _BY_TARGET: dict[type, dict[str, Rule[Any]]] = {

@@ -459,7 +459,7 @@ class _Walk:
         for hook in tuple(metadata.get(_PRE_HOOKS, {}).values()):
             changed = hook(tuple(grads))
             grads = grads if changed is None else list(changed)
-        _running.append((node.name(), self._wanted_of(node)))
+        _running.append((node.name(), self._wanted_of(node), self.keep_graph))
         try:
             outputs = self._call(node, grads)
         finally:
@@ -603,7 +603,8 @@ def _run_input_hooks(node: _Node, metadata: dict[str, Any], grads: list[Any]) ->
             tensor.grad = grads[place].clone() if kept is None else kept + grads[place]
 
 
-_running: list[tuple[str, tuple[bool, ...]]] = []  # nodes, and which of their results are wanted; innermost last
+# Nodes, which of their results are wanted, and whether the graph is kept; innermost last.
+_running: list[tuple[str, tuple[bool, ...], bool]] = []
 _MASKED = {
     "ConvolutionBackward0": aten.convolution_backward.default,
     "NativeBatchNormBackward0": aten.native_batch_norm_backward.default,
@@ -617,10 +618,15 @@ def masked(func: OpOverload, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
     A formula asks the engine which ones those are; without an engine it computes all of them.
     """
-    name, wanted = _running[-1] if _running else ("", ())
+    name, wanted, _ = _running[-1] if _running else ("", (), False)
     if _MASKED.get(name) is not func or all(wanted):
         return args
     return *args[:-1], [given and want for given, want in zip(args[-1], wanted, strict=True)]
+
+
+def frees_saved(name: str) -> bool:
+    """Whether a node of this name runs whose saved tensors are freed once it has run."""
+    return bool(_running) and _running[-1][0] == name and not _running[-1][2]
 
 
 _in_place: list[dict[OpOverload, OpOverload]] = []  # of the formula that runs, innermost last

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from lightning_memguard.core.foreign import aten as _aten
+from lightning_memguard.core.kernels.rnn import reserve_bytes
 from lightning_memguard.core.simulation.faking import by_name
 from lightning_memguard.core.torch_port import FakeTensor, OpOverload
 
@@ -20,10 +21,7 @@ _FORWARD, _BACKWARD = _aten._cudnn_rnn.default, _aten._cudnn_rnn_backward.defaul
 
 _MODES = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}  # cudnnRNNMode_t
 
-# Numbers that a cell keeps for the backward pass, in units of its hidden size: the gates, and the states between them.
-# cuDNN gives the true size only on a device (`cudnnGetRNNTempSpaceSizes`), so this is an estimate, and a note says so.
-_KEPT = {0: 2, 1: 2, 2: 6, 3: 5}
-NOTE = "the reserve space of cuDNN's RNNs was estimated: only a device tells its size"
+NOTE = "the reserve space and workspace of cuDNN's RNNs were estimated: only a device tells their sizes"
 
 
 def takes_cudnn(x: torch.Tensor) -> bool:
@@ -47,15 +45,11 @@ def call(func: Callable[..., Any], *args: Any) -> tuple[torch.Tensor, ...]:
         dtype = torch.get_autocast_dtype("cuda")
         x, hx, *weights = (tensor.to(dtype) for tensor in (x, hx, *weights))
         cx = None if cx is None else cx.to(dtype)
-    state = x.new_empty((_DROPOUT_STATE_BYTES,), dtype=torch.uint8) if dropout and train else None
     weight = (weights, (4 if biases else 2) + bool(projected), weights[0].detach())
-    options = (mode, hidden, projected, layers, batch_first, dropout, train, bidirectional, sizes, state)
+    options = (mode, hidden, projected, layers, batch_first, dropout, train, bidirectional, sizes, None)
     with torch.autocast("cuda", enabled=False):
         output, hy, cy, *_ = _aten._cudnn_rnn(x, *weight, hx, cx, *options)
     return (output, hy, cy) if cx is not None else (output, hy)
-
-
-_DROPOUT_STATE_BYTES = 1_572_864  # cudnnDropoutGetStatesSize: one curand state of 48 B for each of 32,768 threads
 
 
 def fake_result(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> tuple[Any, ...] | None:
@@ -67,21 +61,29 @@ def fake_result(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, o
 
 
 def _forward(given: Mapping[str, Any]) -> tuple[Any, ...]:
-    x, hx, cx, sizes = given["input"], given["hx"], given["cx"], given["batch_sizes"]
+    x, hx, cx = given["input"], given["hx"], given["cx"]
     directions = 2 if given["bidirectional"] else 1
     width = (given["proj_size"] or given["hidden_size"]) * directions
-    output = x.new_empty((*x.shape[:-1], width))
-    cells = x.shape[0] if sizes else math.prod(x.shape[:2])
-    kept = cells * given["num_layers"] * directions * given["hidden_size"] * _KEPT[given["mode"]] * x.element_size()
+    output = _like(given, width)
+    cells, bytes_of_cell = math.prod(x.shape[:-1]), given["hidden_size"] * directions * x.element_size()
+    kept = reserve_bytes(given["mode"], cells, hx.shape[1], bytes_of_cell, given["num_layers"])
     reserve = x.new_empty((kept if given["train"] else 0,), dtype=torch.uint8)
     cy = x.new_empty((0,)) if cx is None else cx.new_empty(cx.shape)
     return output, hx.new_empty(hx.shape), cy, reserve, given["weight_buf"]
 
 
+def _like(given: Mapping[str, Any], width: int) -> torch.Tensor:
+    """A new tensor shaped as the input but for its width: time is first in memory."""
+    x: torch.Tensor = given["input"]
+    if given["batch_first"] and not given["batch_sizes"]:
+        return x.new_empty((x.shape[1], x.shape[0], width)).transpose(0, 1)
+    return x.new_empty((*x.shape[:-1], width))
+
+
 def _backward(given: Mapping[str, Any]) -> tuple[Any, ...]:
     """`_cudnn_rnn_backward`: the weights' gradients are views of one buffer, like the weights themselves."""
     x, hx, cx, weights = given["input"], given["hx"], given["cx"], given["weight"]
-    states = x.new_empty(x.shape), hx.new_empty(hx.shape), None if cx is None else cx.new_empty(cx.shape)
+    states = _like(given, x.shape[-1]), hx.new_empty(hx.shape), None if cx is None else cx.new_empty(cx.shape)
     grads: list[torch.Tensor] = []
     if given["output_mask"][3]:
         buffer = x.new_empty((sum(weight.numel() for weight in weights),))

@@ -10,7 +10,7 @@ import torch
 
 from lightning_memguard.core.kernels import cudnn, sorting, table
 from lightning_memguard.core.kernels.arguments import Call
-from lightning_memguard.core.range import NOTHING, Range
+from lightning_memguard.core.range import Range
 from lightning_memguard.core.simulation.faking import by_name
 from lightning_memguard.core.trace.scratch import NONE, CudaTarget, Plans, Scratch
 
@@ -510,17 +510,6 @@ def test_for_a_gpu_that_cudnn_does_not_answer_for_a_workspace_is_at_most_as_larg
     x, weight, y = tensor(2, 64, 6, 6), tensor(64, 64, 3, 3), tensor(2, 64, 6, 6)
     (found,) = blocks(rule("convolution", conv(x, weight), y, CudaTarget((7, 0), 80)))
     assert (found.size.low, found.size.high) == (0, 4 * (x.numel() + weight.numel() + y.numel()))
-
-
-def test_narrow_products_were_not_seen_to_take_the_copies_that_cudnn_names(monkeypatch):
-    monkeypatch.setattr(cudnn, "workspaces", lambda _: (300,))
-    x, y = tensor(2, 24, 6, 6), tensor(2, 144, 6, 6)
-    assert blocks(rule("convolution", conv(x, tensor(144, 24, 1, 1)), y)) == [Plans(Range(0, 0, 300), (300,), 62208)]
-    (square,) = blocks(rule("convolution", conv(x, tensor(144, 24, 3, 3)), y))
-    assert square[:2] == (Range(0, 300, 300), (300,))
-    measured = replace(H200, cudnn=90100)
-    (narrow,) = blocks(rule("convolution", conv(x, tensor(144, 24, 1, 1)), y, measured))
-    assert narrow.size == NOTHING
 
 
 def test_cudnn_is_asked_for_each_gradient_as_pytorch_asks(asked):

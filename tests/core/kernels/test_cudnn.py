@@ -77,6 +77,34 @@ def test_a_turing_gpus_workspaces_are_those_that_were_recorded(operation, nbytes
     assert nbytes in ((first, second) if cudnn.version() >= 92400 else (first,))  # the recorded cuDNN is older
 
 
+@pytest.mark.skipif(cudnn.version() // 100 != 919, reason="needs the cuDNN of the recording, 9.19")
+@pytest.mark.parametrize(
+    ("operation", "image", "weight", "nbytes"),
+    [
+        ("forward", (128, 512, 12, 12), (512, 512, 3, 3), 100_664_051),
+        ("forward", (128, 512, 6, 6), (512, 512, 3, 3), 36_176_623),
+        ("input", (128, 512, 6, 6), (512, 512, 3, 3), 28_311_568),
+        ("weight", (128, 512, 6, 6), (512, 512, 3, 3), 36_963_055),
+        ("forward", (64, 64, 56, 56), (256, 64, 1, 1), 400),
+        ("input", (64, 64, 56, 56), (64, 64, 1, 1), 400),
+        ("weight", (64, 64, 56, 56), (256, 64, 1, 1), 4_194_704),
+        ("weight", (64, 512, 7, 7), (2048, 512, 1, 1), 32_112_656),
+    ],
+)
+def test_an_h100s_workspaces_are_those_that_were_recorded(operation, image, weight, nbytes):
+    """In `benchmarks/recordings/h100.json.gz`; the last one is too small an image for a contraction."""
+    shapes = {"x": image, "weight": weight, "y": (image[0], weight[0], *image[2:]), "padding": (weight[2] // 2,) * 2}
+    asked = replace(QUESTION, operation=operation, capability=(9, 0), multiprocessors=132, **shapes)
+    assert (cudnn.workspaces(asked) or ())[0] == nbytes
+
+
+@INSTALLED
+def test_without_tf32_no_contraction_is_expected():
+    shapes = {"x": (64, 64, 56, 56), "weight": (256, 64, 1, 1), "y": (64, 256, 56, 56), "padding": (0, 0)}
+    first, *_ = cudnn.workspaces(replace(QUESTION, capability=(9, 0), tf32=False, **shapes)) or ()
+    assert first != 4_194_704
+
+
 @INSTALLED
 @pytest.mark.skipif(sys.platform == "win32", reason="needs os.fork")
 def test_a_fork_asks_a_process_of_its_own():

@@ -15,7 +15,9 @@ from lightning_memguard.core.batch.batches import batches_from_one
 from lightning_memguard.core.capture.predict import capture
 from lightning_memguard.core.capture.program import LoopProgram, tensors
 from lightning_memguard.core.capture.recorder import Recorder, watching
+from lightning_memguard.core.kernels.rnn import LSTM, dropout_state_bytes, reserve_bytes
 from lightning_memguard.core.simulation import cudnn_rnn
+from lightning_memguard.core.trace.scratch import CudaTarget
 from lightning_memguard.core.trace.trace import Event, Trace
 from tests.long import long_but
 
@@ -162,7 +164,24 @@ def test_the_reserve_grows_with_samples_and_layers_and_lives_until_the_backward_
 
     one = SAMPLES * TIMES * HIDDEN * 4
     assert reserve(SAMPLES, 1) >= 4 * one, "the four gates at least"
-    assert reserve(2 * SAMPLES, 1) == reserve(SAMPLES, 2) == 2 * reserve(SAMPLES, 1)
+    assert reserve(SAMPLES, 2) > reserve(2 * SAMPLES, 1) > 1.9 * reserve(SAMPLES, 1)
+
+
+def test_an_lstms_spaces_are_those_of_a_recorded_one() -> None:
+    """Two layers of 650 with dropout, 64 sequences of 128, on an H100 (`benchmarks/recordings/h100.json.gz`)."""
+    assert reserve_bytes(LSTM, 64 * 128, 64, 650 * 4, 2) == 234_957_056
+    assert dropout_state_bytes(CudaTarget((9, 0), 132)) == 6_488_064
+
+
+def test_what_the_recorded_backward_pass_takes_is_taken() -> None:
+    """Copies of what has samples first, twice the workspace, zeros for the states' gradients; no second reserve."""
+    trace = steps(nn.LSTM(FEATURES, HIDDEN, batch_first=True))
+    x, state, weights = TIMES * SAMPLES * FEATURES * 4, SAMPLES * HIDDEN * 4, 4 * HIDDEN * (FEATURES + HIDDEN + 2) * 4
+    workspace, output = TIMES * SAMPLES * HIDDEN * 5 * 4, TIMES * SAMPLES * HIDDEN * 4
+    found = [e.nbytes for e in taken(trace, "_cudnn_rnn_backward") if e.case in ("", "point")]
+    states = [x, state, state]
+    assert found == [*states, state, state, x, output, workspace, weights, state, state, x, workspace]
+    assert [e.nbytes for e in taken(trace, "clone") if e.phase == "backward" and e.nbytes > weights] == []
 
 
 def test_an_inference_keeps_no_reserve() -> None:
@@ -176,7 +195,7 @@ def test_dropout_between_layers_keeps_cudnns_state_of_random_numbers() -> None:
         {e.nbytes for e in steps(nn.LSTM(FEATURES, HIDDEN, 2, batch_first=True, dropout=p)) if e.action == "alloc"}
         for p in (0.5, 0.0)
     )
-    assert 1_572_864 in with_dropout - without
+    assert dropout_state_bytes(H200.kernel_target) in with_dropout - without
 
 
 # Precision
