@@ -389,6 +389,68 @@ def count_devices_again() -> None:
     torch._C._ensureCUDADeviceGuardSet()
 
 
+@contextlib.contextmanager
+def gpu_answers(memory: Function) -> Iterator[None]:
+    """Answer what Python asks of a GPU, in place of its driver; ``memory`` returns the bytes that are free, and all."""
+    every = dict.fromkeys(("current", "peak", "allocated", "freed"), 0)
+    statistics: dict[str, Any] = {
+        **dict.fromkeys(_COUNTED, 0),
+        **dict.fromkeys(_MEASURED, dict.fromkeys(("all", "small_pool", "large_pool"), every)),
+        **dict.fromkeys(("oversize_allocations", "oversize_segments"), every),
+    }
+    names = {
+        "nothing": """cuda_clearCublasWorkspaces cuda_emptyCache cuda_ipc_collect cuda_record_memory_history
+            cuda_record_memory_history_legacy cuda_resetAccumulatedHostMemoryStats cuda_resetAccumulatedMemoryStats
+            cuda_resetPeakHostMemoryStats cuda_resetPeakMemoryStats cuda_setDevice cuda_setMemoryFraction
+            cuda_setStream cuda_set_sync_debug_mode cuda_sleep cuda_synchronize accelerator_emptyCache
+            accelerator_emptyHostCache accelerator_resetAccumulatedStats accelerator_resetPeakStats
+            accelerator_setDeviceIndex accelerator_setStream accelerator_synchronizeDevice""",
+        "stream": "cuda_getCurrentStream cuda_getDefaultStream",
+        "zero": """cuda_exchangeDevice cuda_getCurrentBlasHandle cuda_getCurrentRawStream cuda_getDevice
+            cuda_maybeExchangeDevice accelerator_exchangeDevice accelerator_getDeviceIndex
+            accelerator_maybeExchangeDevice""",
+        "no": "cuda_canDeviceAccessPeer cuda_isCurrentStreamCapturing",
+        "statistics": "cuda_memoryStats accelerator_getDeviceStats",
+        "none": "cuda_hostMemoryStats",
+        "yes": "accelerator_isAllocatorInitialized",
+        "whole": "cuda_getMemoryFraction",
+        "memory": "accelerator_getMemoryInfo",
+    }
+    answers: dict[str, Function] = {
+        "nothing": nothing,
+        "stream": lambda *_: (0, 0, 1),  # its number, and those of the device and of CUDA
+        "zero": lambda *_: 0,
+        "no": lambda *_: False,
+        "statistics": lambda *_: statistics,
+        "none": lambda *_: {},
+        "yes": lambda *_: True,
+        "whole": lambda *_: 1.0,
+        "memory": memory,
+    }
+    with ExitStack() as exits:
+        for kind, named in names.items():
+            for name in named.split():
+                # Each is an object of its own: Dynamo has a table of them.
+                exits.enter_context(added(torch._C, **{f"_{name}": functools.partial(answers[kind])}))
+        zero, no = answers["zero"], answers["no"]
+        exits.enter_context(patched(torch.cuda, _exchange_device=functools.partial(zero)))
+        exits.enter_context(patched(torch.cuda, _maybe_exchange_device=functools.partial(zero)))
+        exits.enter_context(patched(torch.cuda, _initialized=True, _is_in_bad_fork=functools.partial(no)))
+        yield
+
+
+_COUNTED = ("num_alloc_retries", "num_ooms", "num_sync_all_streams", "num_device_alloc", "num_device_free")
+_MEASURED = (
+    *("allocation", "segment", "active", "inactive_split"),
+    *("allocated_bytes", "reserved_bytes", "active_bytes", "inactive_split_bytes", "requested_bytes"),
+)
+
+
+def gpu_initialized_by(instead: Function) -> AbstractContextManager[None]:
+    """Do what begins with a GPU in another way."""
+    return patched(torch.cuda, _lazy_init=instead)
+
+
 def raw_streams_added() -> AbstractContextManager[None]:
     """Have the function by which libraries ask for a stream of CUDA, in a build without CUDA too."""
     has_own = hasattr(torch._C, "_cuda_getCurrentRawStream")

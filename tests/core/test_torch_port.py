@@ -20,7 +20,7 @@ from torch.nn.functional import mse_loss
 from torch.overrides import TorchFunctionMode
 
 from lightning_memguard.core import torch_port as port
-from lightning_memguard.core.foreign import patched
+from lightning_memguard.core.foreign import nothing, patched
 
 pytestmark = pytest.mark.contract
 
@@ -493,6 +493,17 @@ def test_fake_tensors_of_a_gpu_do_not_initialize_it():
 def test_libraries_find_the_function_that_asks_for_a_stream():
     with port.raw_streams_added():
         assert callable(torch._C._cuda_getCurrentRawStream)
+
+
+def test_a_gpu_is_asked_nothing():
+    from torch.accelerator import current_device_index, get_memory_info
+    from torch.cuda import current_device, memory_stats, synchronize  # the answers reach these names, too
+
+    with port.gpu_answers(lambda *_: (3, 4)), port.gpu_initialized_by(nothing):
+        assert current_device() == current_device_index() == 0
+        assert memory_stats()["allocated_bytes.all.peak"] == 0
+        assert get_memory_info() == (3, 4)
+        synchronize()
 
 
 # -- modules

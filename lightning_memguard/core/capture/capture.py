@@ -27,11 +27,11 @@ from lightning_memguard.core.capture.recorder import Recorder
 from lightning_memguard.core.capture.storages import line_behind
 from lightning_memguard.core.device.out_of_memory import causes_of, ran_out_of_memory
 from lightning_memguard.core.foreign import reason_of
-from lightning_memguard.core.isolation.pool import Children, StoppedError, in_child, tell
+from lightning_memguard.core.isolation.pool import Children, StoppedError, in_child, is_forked, tell
 from lightning_memguard.core.kernels import onednn
 from lightning_memguard.core.simulation import compiled, quantized
+from lightning_memguard.core.simulation.driver import NEEDS_GPU, leave_driver_alone
 from lightning_memguard.core.simulation.fake import isolated_rng, run_on_one_thread, seed_all
-from lightning_memguard.core.simulation.fake_cuda import leave_driver_alone
 from lightning_memguard.core.simulation.faking import ValueNeededError
 from lightning_memguard.core.simulation.value_sizes import public_name
 from lightning_memguard.core.torch_port import DataDependentOutputException, DynamicOutputShapeException
@@ -45,7 +45,8 @@ Request = TypeVar("Request", bound=Hashable)
 _VALUE_NEEDED = (ValueNeededError, DataDependentOutputException, DynamicOutputShapeException)
 _MOST_SECONDS_TO_GO_ON = 20.0  # a slower step is not captured again with its counters moved
 # What CUDA and autograd say in a child whose parent used them.
-_NOT_AFTER_A_FORK = ("in forked subprocess", "fork-based multiprocessing", "initialization error")
+_REFUSED_BY_DRIVER = ("in forked subprocess", "CUDA error: initialization error", "HIP error: initialization error")
+_NOT_AFTER_A_FORK = (*_REFUSED_BY_DRIVER, "fork-based multiprocessing", NEEDS_GPU)
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,9 @@ def _failure(error: BaseException) -> CaptureFailedError:
         return CaptureFailedError(str(error), error.reason, **known)
     lines, place = str(error).strip().splitlines() or ["no message"], line_behind(error)
     first = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
-    ours = isinstance(error, MemGuardError)
+    refused = any(each in first for each in _REFUSED_BY_DRIVER)
+    first = NEEDS_GPU if refused else first
+    ours = refused or isinstance(error, MemGuardError)
     reason = first.removesuffix(".") if ours else reason_of(error, first[:200])
     if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
         reason = f"{public_name(error.func)} needs the values of a tensor"
@@ -150,7 +153,7 @@ class UserCode(Children[Request, T]):
         if answer.lost and monotonic() > self._deadline():
             raise OutOfTimeError(_TIME_WAS_UP)
         lost, here, result = answer.lost, answer.here or here_too, cast("T | CaptureFailedError", answer.value)
-        if isinstance(result, CaptureFailedError) and failed_for_fork(result):
+        if isinstance(result, CaptureFailedError) and failed_for_fork(result) and not is_forked():
             lost, here = str(result), True
         if lost and here:
             with quiet():
@@ -172,7 +175,7 @@ def trusted_child(
     work: Callable[[Request], T], while_waiting: Callable[[], object] = lambda: None, *, reaches_out: bool = False
 ) -> Children[Request, T]:
     """A child for work of ours, which may take long and may have children of its own."""
-    how: dict[str, Any] = {"begin": run_on_one_thread, "reaches_out": reaches_out, "while_waiting": while_waiting}
+    how: dict[str, Any] = {"begin": _begin_alone, "reaches_out": reaches_out, "while_waiting": while_waiting}
     return Children(work, most=1, trusted=True, **how)
 
 
@@ -327,9 +330,13 @@ def capture(program: Program, batch_size: int, method: Method, variant: Variant 
         return captures.trace(program, batch_size, method, variant)
 
 
-def _begin() -> None:
+def _begin_alone() -> None:
     run_on_one_thread()  # the others did not come along, and would be waited for
     leave_driver_alone()
+
+
+def _begin() -> None:
+    _begin_alone()
     save = cast("Any", torch.save)
 
     def save_to_objects_alone(content: object, file: object, *args: object, **kwargs: object) -> None:

@@ -25,8 +25,6 @@ from lightning_memguard.core.torch_port import FakeTensorMode
 from lightning_memguard.core.trace.scratch import CudaTarget
 from lightning_memguard.errors import CannotTraceError
 
-_DEVICE = torch.cuda.device  # Dynamo asks for the class, which `simulated_cuda` replaces
-
 
 @contextmanager
 def compiling_for(gpu: Gpu) -> Iterator[None]:
@@ -66,7 +64,6 @@ def _zero() -> Callable[..., int]:
 def _of_cuda() -> Iterator[_Patch]:
     """The device, as `simulated_cuda` has it, in the place where the compiler asks for it."""
     cuda, interfaces = torch.cuda, importlib.import_module("torch._dynamo.device_interface")
-    yield cuda, "device", _DEVICE
     yield cuda, "get_rng_state", lambda *_: torch.get_rng_state()
     for name in ("set_rng_state", "_lazy_init", "_exchange_device", "_maybe_exchange_device"):
         yield cuda, name, _zero()

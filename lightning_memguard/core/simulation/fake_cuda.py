@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -24,11 +24,12 @@ from torch.overrides import TorchFunctionMode
 from lightning_memguard.core import torch_port as port
 from lightning_memguard.core.foreign import aten, gaps, nothing, patched
 from lightning_memguard.core.gpus import Gpu
-from lightning_memguard.core.isolation.pool import in_child
+from lightning_memguard.core.isolation.pool import is_forked
 from lightning_memguard.core.simulation import cudnn_rnn, quantized, sdpa, streams
 from lightning_memguard.core.simulation.constants import KnownFakeMode
+from lightning_memguard.core.simulation.driver import answered, has_driver, known_device
 from lightning_memguard.core.simulation.fake import Function
-from lightning_memguard.core.torch_port import FakeTensor
+from lightning_memguard.core.torch_port import FakeTensor, OpOverload
 from lightning_memguard.errors import CannotTraceError
 
 FAKE_DEVICE = torch.device("cuda", 0)  # the only device under `simulated_cuda`, whichever is trained on
@@ -46,28 +47,46 @@ class FakeCudaMode(KnownFakeMode):
         """Return True: no device is initialized."""
         return True
 
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run an operator; in a child, on fake tensors in place of those on the GPU itself, which it cannot use."""
+        kwargs = kwargs or {}
+        if has_driver() and is_forked():
+            args, kwargs = port.tree_map_only(Tensor, self._fake_of, (args, kwargs))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _fake_of(self, tensor: Tensor) -> Tensor:
+        if isinstance(tensor, FakeTensor) or not tensor.is_cuda:
+            return tensor
+        fake = self.from_tensor(tensor)
+        fake.fake_device = FAKE_DEVICE
+        return fake
+
 
 def can_simulate_cuda() -> bool:
     """Whether this torch exposes device guards and what autograd saved (2.11 to 2.15 do)."""
     return not gaps("cuda")
 
 
-@functools.cache
 def _guard_cuda() -> None:
-    """Register a device guard for CUDA that does nothing: in a CPU-only build, which has none, and in a child.
+    """Register a device guard for CUDA that does nothing: in a CPU-only build, which has none, and in a child."""
+    if not can_simulate_cuda():
+        raise CannotTraceError(f"{gaps('cuda')}. Install torch 2.11 or newer, or predict for device='cpu'.")
+    if not has_driver() or is_forked():
+        _register_guard()
 
-    A child cannot use the driver that its parent may have initialized (``cudaErrorInitializationError``).
+
+@functools.cache
+def _register_guard() -> None:
+    """Put the lazy backend's guard in CUDA's place.
 
     Every build can make such a guard, but only in place of one that counts no devices
     (`c10::impl::ensureCUDADeviceGuardSet`). The lazy backend's counts none, so it takes that place for a moment,
     registered by `c10::impl::registerDeviceGuard` as a build with CUDA registers its own. The guard stays for the
     process: fake tensors may outlive the capture, and nothing else in a build without CUDA uses it.
     """
-    if not can_simulate_cuda():
-        raise CannotTraceError(f"{gaps('cuda')}. Install torch 2.11 or newer, or predict for device='cpu'.")
-    has_own = torch.version.cuda is not None or torch.version.hip is not None
-    if has_own and not in_child():
-        return
+    has_own = has_driver()
     folder = Path(torch.__file__).parent / "lib"
     paths = [path for name in ("libc10.so", "libc10.dylib", "c10.dll") if (path := folder / name).exists()]
     try:
@@ -115,38 +134,25 @@ def simulated_cuda(gpu: Gpu) -> Iterator[None]:
     with suppress(RuntimeError):  # its first call checks the GPU: for one that needs an older cuDNN, rules are enough
         torch.backends.cudnn.version()
     with ExitStack() as exits:
+        exits.enter_context(answered(lambda *_: (gpu.memory_bytes, gpu.memory_bytes)))
+        exits.enter_context(port.gpu_initialized_by(nothing))
         answers = _torch_cuda_of(gpu)
         for home, named in ((torch.cuda, answers), (torch.accelerator, _torch_accelerator_of(answers))):
             for name, answer in named.items():
                 exits.enter_context(patched(home, **{name: answer}))
         exits.enter_context(port.gpus_not_initialized())
-        # Their generators are the driver's own objects: Lightning keeps their states around a validation.
-        exits.enter_context(patched(torch.cuda, default_generators=(torch.Generator(),)))
         alike = {name: answers[name] for name in ("current_device", "device_count", "is_initialized")}
         exits.enter_context(patched(torch.cuda.random, **alike))
         exits.enter_context(quantized.cuda_simulated())
-        pin: Function = torch.Tensor.pin_memory
-
-        def pinned(tensor: Tensor, *args: object, **kwargs: object) -> object:
-            return tensor if isinstance(tensor, FakeTensor) else pin(tensor, *args, **kwargs)
-
         # A fake tensor on the host is as good as pinned, which torch cannot fake.
-        exits.enter_context(patched(torch.Tensor, record_stream=streams.record_stream, pin_memory=pinned))
+        pinned = {"pin_memory": lambda tensor, *_, **__: tensor, "record_stream": streams.record_stream}
+        exits.enter_context(patched(torch.Tensor, **pinned))
         for home, name, _ in _PATCHED:  # functions of `torch.nn.functional` call these outside of any mode
             if hasattr(home, name):
                 exits.enter_context(patched(home, **{name: _overriding(getattr(home, name))}))
         _simulated.append(gpu)
         exits.callback(_simulated.pop)
         yield
-
-
-def leave_driver_alone() -> None:
-    """Make the functions of `torch.cuda` that users call do nothing, for good: a child cannot use the driver."""
-    if torch.version.cuda is not None or torch.version.hip is not None:
-        for name in (*_COMMANDS, *_RESETS, "synchronize"):
-            setattr(torch.cuda, name, lambda *_, **__: None)
-        for name in _COUNTERS:
-            setattr(torch.cuda, name, lambda *_, **__: 0)
 
 
 def _torch_cuda_of(gpu: Gpu) -> dict[str, Function]:
@@ -172,7 +178,6 @@ def _torch_cuda_of(gpu: Gpu) -> dict[str, Function]:
         "get_device_properties": lambda *_: properties,
         "mem_get_info": lambda *_: (gpu.memory_bytes, gpu.memory_bytes),
         "is_initialized": lambda: True,
-        "device": lambda _: nullcontext(),  # there is but one
         **streams.functions(),
         **dict.fromkeys(_COMMANDS, lambda *_: None),
         **dict.fromkeys((*_COUNTERS, *_RESETS), lambda *_, **__: 0),
@@ -287,4 +292,5 @@ def gpu_of(device: torch.device) -> Gpu | None:
     if device.type != "cuda" or torch.version.hip is not None or not can_simulate_cuda():
         return None
     facts = torch.cuda.get_device_properties(device)
+    known_device[0] = device.index or 0
     return Gpu(facts.name, facts.total_memory, (facts.major, facts.minor), facts.multi_processor_count)

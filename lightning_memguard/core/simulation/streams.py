@@ -15,6 +15,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from typing_extensions import Self
 
+from lightning_memguard.core.foreign import added, nothing, patched
+
 _FIRST_STREAM = 16  # lower numbers are those of `Recorder.on_stream`
 _stream_numbers = itertools.count(_FIRST_STREAM)
 _clock = itertools.count()
@@ -23,10 +25,10 @@ _clock = itertools.count()
 class FakeStream:
     """A ``torch.cuda.Stream`` of the simulated GPU."""
 
-    def __init__(self, _: object = None, priority: int = 0, number: int | None = None, **__: object) -> None:
+    def __init__(self, _: object = None, priority: int = 0, stream_id: int | None = None, **__: object) -> None:
         self.device, self.priority = torch.device("cuda", 0), priority
         self.device_index, self.device_type = 0, 1  # c10::DeviceType (torch/headeronly/core/DeviceType.h)
-        self.cuda_stream = self.stream_id = next(_stream_numbers) if number is None else number
+        self.cuda_stream = self.stream_id = next(_stream_numbers) if stream_id is None else stream_id
 
     def wait_stream(self, _: object) -> None:  # noqa: D102 - as torch's
         pass
@@ -91,7 +93,7 @@ class FakeEvent:
         return late.freed_at < (self._at if late.user == self._stream else self._before)
 
 
-_streams = [FakeStream(number=0)]  # the one in use last
+_streams = [FakeStream(stream_id=0)]  # the one in use last
 
 
 def in_use() -> int:
@@ -102,8 +104,10 @@ def in_use() -> int:
 class _OnStream:
     """A ``torch.cuda.StreamContext`` of the simulated GPU; Dynamo asks for the class."""
 
-    def __init__(self, stream: FakeStream | None) -> None:
-        self._within = stream if isinstance(stream, FakeStream) else nullcontext()
+    def __init__(self, stream: Any) -> None:
+        # One that was made on the GPU itself is known by its number.
+        is_fake = stream is None or isinstance(stream, FakeStream)
+        self._within = (stream or nullcontext()) if is_fake else FakeStream(stream_id=stream.cuda_stream)
 
     def __enter__(self) -> None:
         self._within.__enter__()
@@ -129,6 +133,30 @@ def functions() -> dict[str, Callable[..., Any]]:
         "set_stream": lambda stream: _streams.__setitem__(-1, stream),
         "synchronize": _synchronize,
     }
+
+
+@contextmanager
+def replaced() -> Iterator[None]:
+    """Make streams and events those of a simulated GPU, under names that were imported earlier too.
+
+    Those that were made on a GPU wait for nothing, and nothing is recorded on them.
+    """
+    streams: Any = torch.cuda.streams
+    of_stream = {
+        "__new__": staticmethod(lambda _, *args, **kwargs: FakeStream(*args, **kwargs)),
+        "record_event": lambda self, event=None: FakeStream(stream_id=self.cuda_stream).record_event(event),
+        "synchronize": _synchronize,
+        "query": lambda _: True,
+        **dict.fromkeys(("wait_event", "wait_stream"), nothing),
+    }
+    of_event = {
+        "__new__": staticmethod(lambda _, *args, **kwargs: FakeEvent(*args, **kwargs)),
+        "elapsed_time": lambda *_: 0.0,
+        "query": lambda _: True,
+        **dict.fromkeys(("record", "wait", "synchronize"), nothing),
+    }
+    with added(streams.Stream, **of_stream), added(streams.Event, **of_event), patched(torch.cuda, **functions()):
+        yield
 
 
 # -- blocks that another stream uses

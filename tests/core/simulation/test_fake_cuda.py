@@ -182,7 +182,7 @@ def test_a_build_that_hides_its_registry_is_refused_in_words(monkeypatch: pytest
     if torch.version.cuda is not None:
         pytest.skip("this build needs no guard")
     monkeypatch.setattr(fake_cuda, "_REGISTRY", "no such symbol")
-    fake_cuda._guard_cuda.cache_clear()
+    fake_cuda._register_guard.cache_clear()
     try:
         with (
             pytest.raises(CannotTraceError, match=rf"^This build of torch \({re.escape(torch.__version__)}\) has no"),
@@ -191,7 +191,7 @@ def test_a_build_that_hides_its_registry_is_refused_in_words(monkeypatch: pytest
             pass
     finally:
         monkeypatch.undo()
-        fake_cuda._guard_cuda.cache_clear()
+        fake_cuda._register_guard.cache_clear()
     assert simulated_gpu() is None
 
 
