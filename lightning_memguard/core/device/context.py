@@ -23,13 +23,16 @@ def context_bytes(device: torch.device) -> Range[int]:
     (`benchmarks/recordings/h100.json.gz`) it was 527 MiB once the device was set, 619 after a first kernel, 641 at the
     end of a U-Net, 751 with cuBLAS (66 for each of the two threads that multiply matrices), 767 to 771 with cuDNN as
     well. So a measurement at setup is too low, and the catalogue's figures, from the end of trainings, are right. If
-    this process holds more already, it is at least that. Nothing creates a context here.
+    this process holds more already, it is at least that; if it holds more than any training's context, the rest is
+    NCCL's or another library's, and libraries may still load. Nothing creates a context here.
     """
     if device.type != "cuda":
         return NOTHING
     least, likely, most = _of_a_training(device)
     held = outside_bytes(device, or_none(nvml_memory_of, device))[0] if has_context(device) else 0
-    return Range(max(least, held), max(likely, held), max(most, held))
+    if held > most:
+        return Range(held, held + likely - least, held + most - least)
+    return Range(max(least, held), max(likely, held), most)
 
 
 def context_held(device: torch.device, now: MemoryInfo | None) -> int:

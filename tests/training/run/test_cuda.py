@@ -57,10 +57,13 @@ def test_the_allocated_peak_is_near_the_allocators_own(trainer: Any, small: Any,
 
     data = TensorDataset(torch.randn(8192, 16), torch.randint(0, 4, (8192,)))
     guard = MemGuard("check")
+    torch.cuda.reset_peak_memory_stats()  # as a user does to see the peak of one fit
     trainer(guard, accelerator="gpu", devices=1, precision=precision).fit(
         Wide(), train_dataloaders=DataLoader(data, batch_size=2048)
     )
     (record,) = guard.records
+    assert record.measured.peak_allocated_bytes == torch.cuda.max_memory_allocated()
+    assert record.measured.peak_reserved_bytes == torch.cuda.max_memory_reserved()
     assert record.predicted.method == "fake"
     assert record.predicted.peak_allocated_bytes == pytest.approx(record.measured.peak_allocated_bytes, rel=0.05)
 
