@@ -261,8 +261,9 @@ def _contraction(asked: dict[str, Any], graph: _Descriptor, device: _Descriptor)
         library.cudnnSetCallback(0, None, _LISTENER)
     if not any(b'"engineId":%d,' % engine in line for line in _heard):
         return []
-    gradients = asked["x"][0] * math.prod(asked["weight"]) * _ACCUMULATOR_BYTES
-    return [_CONTRACTION_BYTES + (gradients if asked["operation"] == "weight" else 0)]
+    # With channels last, the pixels of all images are one dimension: there is no gradient for each.
+    images = 0 if asked["channels_last"] or asked["operation"] != "weight" else asked["x"][0]
+    return [_CONTRACTION_BYTES + images * math.prod(asked["weight"]) * _ACCUMULATOR_BYTES]
 
 
 def workspaces(asked: dict[str, Any]) -> list[int]:
