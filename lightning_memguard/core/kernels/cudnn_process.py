@@ -30,7 +30,7 @@ _TENSOR_CORE, _DOWN_CONVERT, _NONDETERMINISTIC = 0, 1, 4  # cudnnBackendNumerica
 _HEURISTIC_MODES = (0, 3)  # instant, and the fallback list
 _KIB = 1 << 10
 
-# Engines that run a 1x1 convolution as one tensor contraction, the same in cuDNN 9.19 to 9.26. The heuristics name them
+# Engines that run a 1x1 convolution as one tensor contraction, the same in cuDNN 9.8 to 9.26. The heuristics name them
 # without a device, but only a device tells whether they run, so the list comes without them: they are in the messages
 # alone. On an H100 (cuDNN 9.19), all 36 convolutions of two networks for which they are named first ran so: with no
 # workspace or with the tensors' three descriptors, and a weight's gradient with one for each image, which it then adds.
