@@ -30,15 +30,15 @@ _TENSOR_CORE, _DOWN_CONVERT, _NONDETERMINISTIC = 0, 1, 4  # cudnnBackendNumerica
 _HEURISTIC_MODES = (0, 3)  # instant, and the fallback list
 _KIB = 1 << 10
 
-# Engines that run a 1x1 convolution as one tensor contraction, the same in cuDNN 9.19 to 9.26. The heuristics name them
+# Engines that run a 1x1 convolution as one tensor contraction, the same in cuDNN 9.8 to 9.26. The heuristics name them
 # without a device, but only a device tells whether they run, so the list comes without them: they are in the messages
-# alone. On an H100 (cuDNN 9.19), all 36 convolutions of two networks for which they are named first ran so: with no
-# workspace or with the tensors' three descriptors, and a weight's gradient with one for each image, which it then adds.
+# alone. On an H100 (cuDNN 9.19), all 29 convolutions of a ResNet-50 for which they are named first ran so, and none of
+# seven others: with no workspace or the tensors' three descriptors; a weight's gradient with one for each image.
 _CONTRACTIONS = {"forward": 58, "input": 63, "weight": 62}
 _CONTRACTION_BYTES, _ACCUMULATOR_BYTES = 400, 4
 _INFO = 3  # cudnnSeverity_t
 
-# Multiprocessors of each graphics processing cluster (GPC), by compute capability and multiprocessors: those that two
+# Multiprocessors of each graphics processing cluster (GPC), by compute capability and multiprocessors: those that three
 # networks' workspaces on an H100 tell. Chips of one kind differ in them.
 _CLUSTERS = {((9, 0), 132): (18, 18, 18, 18, 18, 16, 16, 10)}
 _MOST_CLUSTERS, _GREATEST_CLUSTER = 24, 18
@@ -261,8 +261,9 @@ def _contraction(asked: dict[str, Any], graph: _Descriptor, device: _Descriptor)
         library.cudnnSetCallback(0, None, _LISTENER)
     if not any(b'"engineId":%d,' % engine in line for line in _heard):
         return []
-    gradients = asked["x"][0] * math.prod(asked["weight"]) * _ACCUMULATOR_BYTES
-    return [_CONTRACTION_BYTES + (gradients if asked["operation"] == "weight" else 0)]
+    # With channels last, the pixels of all images are one dimension: there is no gradient for each.
+    images = 0 if asked["channels_last"] or asked["operation"] != "weight" else asked["x"][0]
+    return [_CONTRACTION_BYTES + images * math.prod(asked["weight"]) * _ACCUMULATOR_BYTES]
 
 
 def workspaces(asked: dict[str, Any]) -> list[int]:

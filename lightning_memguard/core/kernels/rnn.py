@@ -10,7 +10,7 @@ from __future__ import annotations
 from lightning_memguard.core.kernels.arguments import CudaCall, Rules, after, moments
 from lightning_memguard.core.kernels.layout import is_ordered
 from lightning_memguard.core.range import Range
-from lightning_memguard.core.trace.scratch import CudaTarget, Scratch, Tensor, nbytes
+from lightning_memguard.core.trace.scratch import NONE, CudaTarget, Scratch, Tensor, nbytes
 
 RULES = Rules[CudaTarget]()
 
@@ -57,15 +57,24 @@ def _copy_bytes(tensor: Tensor, call: CudaCall) -> int:
     return 0 if is_ordered(shape, stride) else nbytes(tensor)
 
 
+def _is_valid(call: CudaCall) -> bool:
+    shaped = call["input"].dim() == (2 if call["batch_sizes"] else 3) and call["hx"].dim() == 3
+    return shaped and call["mode"] in _GATES
+
+
 @RULES.of("_cudnn_rnn")
 def _forward(call: CudaCall) -> Scratch:
     """`_cudnn_rnn` (aten/src/ATen/native/cudnn/RNN.cpp)."""
+    if not _is_valid(call):
+        return NONE
     return after((_copy_bytes(call["input"], call), _workspace(call)))
 
 
 @RULES.of("_cudnn_rnn_backward")
 def _backward(call: CudaCall) -> Scratch:
     """`_cudnn_rnn_backward` (RNN.cpp): the input's and the states' gradients, then the weights'."""
+    if not _is_valid(call):
+        return NONE
     x, output, states = call["input"], call["output"], [each for each in (call["hx"], call["cx"]) if each is not None]
     given = call["grad_hy"], call["grad_cy"]
     zeros = [nbytes(state) for state, grad in zip(states, given, strict=False) if grad is None]
