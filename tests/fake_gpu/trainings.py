@@ -139,12 +139,11 @@ def fit(
         except RuntimeError as raised:
             error = str(raised)
     decision = guard.decision
-    footprint = decision and decision.footprint
     assert decision is not None
-    assert footprint is not None
+    footprint = decision.footprint
     return {
-        "method": footprint.method,
-        "range": [footprint.lowest.allocated_bytes, footprint.highest.allocated_bytes],
+        "method": footprint.method if footprint else "none",
+        "range": [footprint.lowest.allocated_bytes, footprint.highest.allocated_bytes] if footprint else [0, 0],
         "measured": peak.measured_bytes - held,
         "said": decision.reason,
         "error": error,
