@@ -33,7 +33,7 @@ DOCS_STAMP := $(DOCS_VENV)/.installed
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --durations=10 -n auto --maxprocesses=4
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-sharded test docs site pictures links outputs long lint bench compiled field histories suite deciding accuracy builds matrix host clean
+.PHONY: help demo demo-sharded test docs site pictures links outputs long lint bench compiled field histories suite deciding accuracy builds fake-gpu matrix host clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1|\2/p' Makefile | awk -F'|' '{ printf "%-12s %s\n", $$1, $$2 }'
@@ -106,6 +106,10 @@ builds: $(STAMP) $(CUDA_STAMP) ## compare predictions for CUDA of a CPU-only bui
 	@mkdir -p build
 	$(BIN)/python benchmarks/builds.py --write build/one.json
 	$(CUDA_BIN)/python benchmarks/builds.py --compare build/one.json
+
+fake-gpu: $(CUDA_STAMP) ## train with MemGuard on PyTorch's own CUDA allocator, on a GPU that is not there (needs a C compiler)
+	$(CUDA_BIN)/python -m pip install --quiet --disable-pip-version-check pytest hypothesis
+	$(CUDA_BIN)/python -m pytest -q tests/fake_gpu
 
 deciding: $(STAMP) ## time and memory of a decision, of two checkouts in turns: make deciding BEFORE=path AFTER=path
 	$(BIN)/python benchmarks/overhead.py decision $(BEFORE) $(or $(AFTER),.)

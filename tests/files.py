@@ -11,4 +11,5 @@ OF_ONE_CAPTURE = {
 ONE_WORKER = OF_ONE_CAPTURE | {
     *("test_ranks.py", "test_advise.py", "test_ddp.py", "test_layouts_of_ranks.py", "test_examples.py"),
     *("test_without_tensorboard.py", "test_ways.py", "test_deepspeed.py", "test_nvml.py", "test_compiled.py"),
+    "test_fake_gpu.py",
 }

@@ -7,12 +7,10 @@ so autocast, gradient scaling and users' code turn themselves off. And some oper
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -27,16 +25,12 @@ from lightning_memguard.core.gpus import Gpu
 from lightning_memguard.core.isolation.pool import is_forked
 from lightning_memguard.core.simulation import cudnn_rnn, quantized, sdpa, streams
 from lightning_memguard.core.simulation.constants import KnownFakeMode
-from lightning_memguard.core.simulation.driver import answered, has_driver, known_device
+from lightning_memguard.core.simulation.driver import answered, guard_no_device, has_driver, known_device
 from lightning_memguard.core.simulation.fake import Function
 from lightning_memguard.core.torch_port import FakeTensor, OpOverload
 from lightning_memguard.errors import CannotTraceError
 
 FAKE_DEVICE = torch.device("cuda", 0)  # the only device under `simulated_cuda`, whichever is trained on
-
-_CUDA, _META, _LAZY = 1, 14, 17  # c10::DeviceType (torch/headeronly/core/DeviceType.h)
-_REGISTRY = "_ZN3c104impl26device_guard_impl_registryE"
-_REGISTER = "_ZN3c104impl19registerDeviceGuardENS_10DeviceTypeEPKNS0_24DeviceGuardImplInterfaceE"
 
 
 class FakeCudaMode(KnownFakeMode):
@@ -74,41 +68,17 @@ def _guard_cuda() -> None:
     if not can_simulate_cuda():
         raise CannotTraceError(f"{gaps('cuda')}. Install torch 2.11 or newer, or predict for device='cpu'.")
     if not has_driver() or is_forked():
-        _register_guard()
+        guard_no_device()
+    if not has_driver():
+        _have_kernels()
 
 
 @functools.cache
-def _register_guard() -> None:
-    """Put the lazy backend's guard in CUDA's place.
-
-    Every build can make such a guard, but only in place of one that counts no devices
-    (`c10::impl::ensureCUDADeviceGuardSet`). The lazy backend's counts none, so it takes that place for a moment,
-    registered by `c10::impl::registerDeviceGuard` as a build with CUDA registers its own. The guard stays for the
-    process: fake tensors may outlive the capture, and nothing else in a build without CUDA uses it.
-    """
-    has_own = has_driver()
-    folder = Path(torch.__file__).parent / "lib"
-    paths = [path for name in ("libc10.so", "libc10.dylib", "c10.dll") if (path := folder / name).exists()]
-    try:
-        library = ctypes.CDLL(str(paths[0]))
-        registry = (ctypes.c_void_p * (_LAZY + 1)).in_dll(library, _REGISTRY)
-        register = getattr(library, _REGISTER)
-    except (IndexError, OSError, AttributeError, ValueError) as error:
-        raise CannotTraceError(
-            f"This build of torch ({torch.__version__}) has no CUDA and cannot simulate it ({error}). Install a build "
-            "with CUDA (it needs no GPU), or predict for device='cpu'."
-        ) from error
-    register.argtypes, register.restype = [ctypes.c_int8, ctypes.c_void_p], None
-    if (has_own or registry[_CUDA] in (None, registry[_META])) and registry[_LAZY] is not None:
-        register(_CUDA, registry[_LAZY])
-        port.count_devices_again()
-    if registry[_CUDA] in (None, registry[_LAZY]):
-        register(_CUDA, registry[_META])  # its device is "meta": `.to("cuda")` then needs an index
-    if not has_own:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # it says that a kernel is replaced, if one takes the operator apart
-            for name in WITH_KERNEL:
-                _KERNELS.impl(name, nothing, "CUDA")
+def _have_kernels() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it says that a kernel is replaced, if one takes the operator apart
+        for name in WITH_KERNEL:
+            _KERNELS.impl(name, nothing, "CUDA")
 
 
 # Operators that call others, and have a kernel for CUDA of their own (`native_functions.yaml` of torch 2.11 to 2.14). A

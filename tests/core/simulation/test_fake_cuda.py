@@ -27,7 +27,7 @@ from lightning_memguard.core.capture.predict import capture
 from lightning_memguard.core.capture.program import LoopProgram, tensors
 from lightning_memguard.core.capture.recorder import Recorder, watching
 from lightning_memguard.core.gpus import Gpu
-from lightning_memguard.core.simulation import fake_cuda
+from lightning_memguard.core.simulation import driver, fake_cuda
 from lightning_memguard.core.simulation.fake_cuda import FAKE_DEVICE, FakeCudaMode, simulated_cuda, simulated_gpu
 from lightning_memguard.core.trace.trace import Trace
 from lightning_memguard.errors import CannotTraceError
@@ -181,8 +181,8 @@ def test_this_build_can_be_given_a_guard_for_cuda() -> None:
 def test_a_build_that_hides_its_registry_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
     if torch.version.cuda is not None:
         pytest.skip("this build needs no guard")
-    monkeypatch.setattr(fake_cuda, "_REGISTRY", "no such symbol")
-    fake_cuda._register_guard.cache_clear()
+    monkeypatch.setattr(driver, "_REGISTRY", "no such symbol")
+    driver.guard_no_device.cache_clear()
     try:
         with (
             pytest.raises(CannotTraceError, match=rf"^This build of torch \({re.escape(torch.__version__)}\) has no"),
@@ -191,7 +191,7 @@ def test_a_build_that_hides_its_registry_is_refused_in_words(monkeypatch: pytest
             pass
     finally:
         monkeypatch.undo()
-        fake_cuda._register_guard.cache_clear()
+        driver.guard_no_device.cache_clear()
     assert simulated_gpu() is None
 
 
