@@ -71,14 +71,14 @@ class Reads:
 
     def given(self, func: OpOverload, line: Callable[[], str]) -> float | None:
         """Return the answer of the other run; of the last that the line read, if it read less often."""
-        known = self._given.get(_place(line()), []) if self._given and func in _READS else []
+        known = self._given.get(_place(line), []) if self._given and func in _READS else []
         return known.pop(0) if len(known) > 1 else next(iter(known), None)
 
     def note(self, func: object, line: Callable[[], str], answer: Any) -> None:
         """Note an answer, if it is one."""
         if func in _READS or func in READS:
             self._count += 1
-            self._noted[_place(line())].append(float(answer) if isinstance(answer, float) else answer)
+            self._noted[_place(line)].append(float(answer) if isinstance(answer, float) else answer)
 
     def noting(self, func: object, line: Callable[[], str], read: Callable[[], T]) -> T:
         """Read, and note the answer if no operator was asked for it."""
@@ -88,9 +88,27 @@ class Reads:
         return answer
 
 
-def _place(line: str) -> str:
-    """Leave out the function's name, which Dynamo changes where it goes on after a break."""
-    return line.rpartition(":")[0]
+def _place(line: Callable[[], str]) -> str:
+    """The line that reads, the model's or a library's, without the function's name: Dynamo changes it after a break."""
+    return line().rpartition(":")[0] or _line_of_a_library()
+
+
+def _line_of_a_library() -> str:
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None and str(frame.f_globals.get("__name__", "")).startswith(_MACHINERY):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else ""
+
+
+# Between a line that reads and the value.
+_MACHINERY = (
+    "lightning_memguard.",
+    "torch._ops",
+    "torch._subclasses",
+    "torch._tensor",
+    "torch.utils.",
+    "torch.overrides",
+)
 
 
 class _NoKernel:

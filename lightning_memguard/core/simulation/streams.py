@@ -57,6 +57,9 @@ class FakeStream:
         _streams.pop()
 
 
+_ELAPSED = 1.0
+
+
 class FakeEvent:
     """A ``torch.cuda.Event`` of the simulated GPU."""
 
@@ -80,8 +83,8 @@ class FakeEvent:
     def query(self) -> bool:  # noqa: D102
         return True
 
-    def elapsed_time(self, _: FakeEvent) -> float:  # noqa: D102
-        return 0.0
+    def elapsed_time(self, _: FakeEvent) -> float:  # noqa: D102 - in milliseconds; a user may divide by it
+        return _ELAPSED
 
     def _is_done(self, late: Late) -> bool:
         """Whether a stream is done with a block when this event is over.
@@ -151,7 +154,7 @@ def replaced() -> Iterator[None]:
     }
     of_event = {
         "__new__": staticmethod(lambda _, *args, **kwargs: FakeEvent(*args, **kwargs)),
-        "elapsed_time": lambda *_: 0.0,
+        "elapsed_time": lambda *_: _ELAPSED,
         "query": lambda _: True,
         **dict.fromkeys(("record", "wait", "synchronize"), nothing),
     }
