@@ -208,6 +208,26 @@ class Recomputing(nn.Module):
         return checkpoint(self.layers, x, use_reentrant=False)  # type: ignore[no-any-return]
 
 
+def check_of_a_library(reads: compiled.Reads, *answer: float) -> float | None:
+    return reads.note(ITEM, str, *answer) if answer else reads.given(ITEM, str)
+
+
+def step_of_a_library(reads: compiled.Reads, *answer: float) -> float | None:
+    return reads.note(ITEM, str, *answer) if answer else reads.given(ITEM, str)
+
+
+ITEM = torch.ops.aten._local_scalar_dense.default
+
+
+def test_what_a_library_reads_where_it_compiles_is_not_taken_for_what_its_optimizer_reads():
+    """As written, a check is read before the optimizer's step; compiled, it is not, and no line is the model's."""
+    written = compiled.Reads()
+    check_of_a_library(written, 0.0)
+    step_of_a_library(written, 1.0)
+    assert step_of_a_library(compiled.Reads(written.noted)) == 1.0
+    assert check_of_a_library(compiled.Reads(written.noted)) == 0.0
+
+
 def test_a_checkpoint_inside_of_a_compiled_module_is_recomputed():
     found = planned(torch.compile(Recomputing()))
     assert (found.method, found.notes) == ("compiled", ())
