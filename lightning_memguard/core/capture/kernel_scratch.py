@@ -24,7 +24,8 @@ from lightning_memguard.core.capture.storages import Storages, plain_tensors
 from lightning_memguard.core.foreign import aten as _aten
 from lightning_memguard.core.isolation.pool import in_child
 from lightning_memguard.core.kernels import table
-from lightning_memguard.core.kernels.arguments import Call
+from lightning_memguard.core.kernels.arguments import Call, is_on_host
+from lightning_memguard.core.kernels.attention import SEEDS_ON_DEVICE
 from lightning_memguard.core.kernels.rnn import dropout_state_bytes
 from lightning_memguard.core.simulation import mkldnn_lstm, sdpa
 from lightning_memguard.core.simulation.backward import graph_task
@@ -35,6 +36,16 @@ from lightning_memguard.core.trace.scratch import NONE, CpuTarget, CudaTarget, S
 from lightning_memguard.core.trace.trace import Kernel, ScratchSpan, moments_of, scratch_events
 
 _DROPOUT = _aten.native_dropout.default
+# The order in which results are allocated, if it is not theirs: on CUDA, and of dropout's mask everywhere.
+_ALLOCATED = {
+    _DROPOUT: (1, 0),
+    _aten._embedding_bag.default: (2, 1, 0, 3),
+    _aten._embedding_bag_forward_only.default: (2, 1, 0, 3),
+    _aten._thnn_fused_lstm_cell.default: (2, 0, 1),
+    _aten._thnn_fused_gru_cell.default: (1, 0),
+}
+if SEEDS_ON_DEVICE:
+    _ALLOCATED[_aten._scaled_dot_product_efficient_attention.default] = (2, 3, 0, 1)
 _EXCHANGES = ("_allgather_base_", "_reduce_scatter_base_")  # of a rank's part with all parts
 _TIMED = frozenset(("mm", "addmm", "bmm", "baddbmm", "convolution", "_convolution_pointwise", "_mkl_linear"))
 
@@ -108,8 +119,8 @@ class KernelScratch:
                 self._scratch(scratch, -1, name)
         # a real storage has its true size
         kept = scratch.kept if results and isinstance(results[0], FakeTensor) else 0
-        # In the order in which results are allocated: dropout's mask comes first.
-        for place in (1, 0) if func is _DROPOUT and len(results) > 1 else range(len(results)):
+        order = _ALLOCATED.get(func, ()) if func is _DROPOUT or storages.device_type == "cuda" else ()
+        for place in order if len(order) == len(results) else range(len(results)):
             storages.watch(results[place], name, kept)
             kept = 0
             if rule:
@@ -208,17 +219,18 @@ class _RuleTemplate:
 
 
 class _Placeholder(NamedTuple):
-    """Placeholder for a whole number, or for a tensor with this many dimensions and this dtype."""
+    """Placeholder for a whole number, or for a tensor with this many dimensions and this dtype, on the host or not."""
 
     dimensions: int = -1
     dtype: torch.dtype | None = None
+    on_host: bool = False
 
 
 def _extract_numbers(value: object, numbers: list[int]) -> Any:
     if isinstance(value, torch.Tensor):
         numbers += value.shape
         numbers += value.stride()
-        return _Placeholder(value.dim(), value.dtype)
+        return _Placeholder(value.dim(), value.dtype, is_on_host(value))
     if type(value) is int:
         numbers.append(value)
         return _Placeholder()
@@ -239,7 +251,9 @@ def _restore_numbers(value: object, numbers: Iterator[int]) -> Any:
             return next(numbers)
         shape = [next(numbers) for _ in range(value.dimensions)]
         stride = [next(numbers) for _ in range(value.dimensions)]
-        return torch.empty_strided(shape, stride, dtype=value.dtype, device="meta")
+        tensor: Any = torch.empty_strided(shape, stride, dtype=value.dtype, device="meta")
+        tensor.on_host = value.on_host  # read by `is_on_host`
+        return tensor
     if isinstance(value, tuple):
         return [_restore_numbers(item, numbers) for item in value]
     return value

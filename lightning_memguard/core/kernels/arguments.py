@@ -103,6 +103,15 @@ def operands(value: object) -> Iterator[Tensor]:
         yield cast("Tensor", value)
 
 
+def is_on_host(tensor: Tensor) -> bool:
+    """Whether a tensor is the CPU's; one that is restored without a device keeps that it was."""
+    known = getattr(tensor, "on_host", None)
+    if known is None:
+        device = getattr(tensor, "fake_device", None) or tensor.device  # the former is fast
+        known = device.type == "cpu"
+    return bool(known)
+
+
 _NOT_TENSORS = frozenset((int, float, bool, str, type(None)))
 
 

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 
 import torch
 
+from lightning_memguard.core import torch_port as port
 from lightning_memguard.core.kernels.arguments import Call, CudaCall, Rules, after, dimensions
 from lightning_memguard.core.kernels.cuda_reductions import reduction
-from lightning_memguard.core.kernels.layout import TensorLayout, copy_bytes, is_half
+from lightning_memguard.core.kernels.layout import LONG, TensorLayout, copy_bytes, is_half
 from lightning_memguard.core.range import Range
 from lightning_memguard.core.trace.scratch import (
     FLOAT,
@@ -28,6 +29,10 @@ from lightning_memguard.core.trace.scratch import (
 
 RULES = Rules[CudaTarget]()
 EITHER = Rules[CpuTarget | CudaTarget]()
+
+SEEDS_ON_DEVICE = port.VERSION >= (2, 14)
+"""Whether the efficient kernel's random seed and offset are on the GPU outside CUDA graphs if there is no dropout (seen
+in 2.14 and 2.15; else they are on the host, see Note [Seed and Offset Device] in cuda/attention.cu)."""
 
 
 def is_strictly_deterministic() -> bool:
@@ -50,8 +55,10 @@ def _flash_forward(call: CudaCall) -> Scratch:
     Keys are split if there are too few blocks of 64 queries to fill the GPU.
     """
     query, key = call["query"], call["key"]
-    if not query.numel() or call["dropout_p"]:
+    if not query.numel():
         return NONE
+    if call["dropout_p"]:
+        return after((2 * LONG,))  # the state of the random generator
     batch, heads, rows, width = query.shape
     columns = 256 if width <= 64 else 128 if width <= 128 else 64
     blocks = batch * heads * -(-rows // 64)
@@ -120,19 +127,17 @@ class _Tile:
 def _tile(half: bool, width: int, dropout: bool, capability: tuple[int, int]) -> _Tile:
     """The first kernel of cuda/mem_eff_attention/kernels/cutlassB.h that takes these heads and fits shared memory.
 
-    The list is made by `generate_kernels.py` next to it. What shared memory the large tiles need was not computed, but
-    taken from the comments there: they fit the data center's GPUs, not 7.5, 8.6 and 8.9; 12.0 has no more than those.
+    The list is made by `generate_kernels.py` next to it. Seen for 7.5, 8.0, 8.6, 8.9, 9.0, 10.0 and 12.0 in 2.11.
     """
-    little_memory = capability in ((7, 5), (8, 6), (8, 9)) or capability >= (12, 0)
+    ampere = capability >= (8, 0)
     if not half:
-        return _Tile(128 if capability >= (8, 0) and width > 64 and not little_memory else 64, 64, in_registers=False)
+        return _Tile(128 if ampere and width > 64 else 64, 64, in_registers=False)
     if width <= 64 or capability < (7, 0):
         return _Tile(64, 64, in_registers=width <= 64)
-    if width <= 96 and not dropout and capability in ((8, 6), (8, 9)):
-        return _Tile(128, 64, in_registers=True)
-    if width <= 128 and little_memory:
-        return _Tile(64, 64, in_registers=False)
-    return _Tile(128, 128 if width <= 128 and capability >= (8, 0) else 64, in_registers=width <= 128)
+    if width > 128:
+        return _Tile(128, 64, in_registers=False)
+    narrow = not ampere or (width <= 96 and not dropout and capability in ((8, 6), (8, 9)))
+    return _Tile(128, 64 if narrow else 128, in_registers=True)
 
 
 @RULES.of("_scaled_dot_product_efficient_attention_backward")
@@ -140,19 +145,22 @@ def _efficient_backward(call: CudaCall) -> Scratch:
     """`_efficient_attention_backward` (cuda/attention_backward.cu): a copy, row sums (delta), and a workspace.
 
     Row sums are made by the kernel, or before it by plain operators with their temporaries, which are gone before the
-    workspace comes. Gradients of the query, the key, the value and the mask are allocated before all of it.
+    workspace comes. Gradients of the query, the key, the value and the mask are allocated before all of it; if heads
+    share a key, those of the key and the value are made for every head (seen in 2.14 and 2.15).
     """
     query, key, value = call["query"], call["key"], call["value"]
     capability = call.target.compute_capability
     half = is_half(query)
     tile = _tile(half, max(query.shape[-1], value.shape[-1]), bool(call["dropout_p"]), capability)
-    copy = copy_bytes(call["grad_out_"].transpose(1, 2))
+    every_head = math.prod((*query.shape[:2], key.shape[2])) if key.shape[1] != query.shape[1] else 0
+    expanded = (every_head * width * key.element_size() for width in (key.shape[-1], value.shape[-1]))
+    held = copy_bytes(call["grad_out_"].transpose(1, 2)), *expanded
     sums = math.prod(query.shape[:3]) * FLOAT
     workspace = _efficient_workspace(query, key, value, tile, capability)
     if half and (tile.in_registers or not (7, 0) <= capability < (7, 5)):  # `kKernelComputesDelta`
-        return after((copy, sums, workspace))
+        return after((*held, sums, workspace))
     products = (sums * value.shape[-1],) * (3 if half else 1)  # in half precision two of them are casts
-    return after((copy, *products, sums, sums), (copy, sums, workspace))
+    return after((*held, *products, sums, sums), (*held, sums, workspace))
 
 
 def _efficient_workspace(query: Tensor, key: Tensor, value: Tensor, tile: _Tile, capability: tuple[int, int]) -> int:
@@ -223,4 +231,5 @@ def _safe_softmax(call: Call[CpuTarget | CudaTarget]) -> Scratch:
     dims = dimensions(call["dim"], x)
     rows = x.numel() // math.prod(x.shape[dim] for dim in dims)
     partials = reduction(TensorLayout.of(x, 1), dims, 1, target) if isinstance(target, CudaTarget) else ()
-    return after((copy_bytes(x),), (x.numel(), rows, *partials), (x.numel(), rows, call.result.element_size()))
+    found = ((x.numel(), rows, *partials),) if partials else ()
+    return after((copy_bytes(x),), *found, (x.numel(), rows, call.result.element_size()))

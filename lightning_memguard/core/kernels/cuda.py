@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from functools import partial
 
-from lightning_memguard.core.kernels.arguments import CudaCall, Rules, after, moments
+from lightning_memguard.core import torch_port as port
+from lightning_memguard.core.kernels.arguments import CudaCall, Rules, after, is_on_host, moments
 from lightning_memguard.core.kernels.cuda_reductions import mean_blocks, reduction
 from lightning_memguard.core.kernels.layout import (
     LONG,
@@ -75,6 +76,18 @@ def _euclidean_dist(call: CudaCall) -> Scratch:
     return Scratch(before=moments(before), after=moments((wide,)))
 
 
+@RULES.of("_pdist_backward")
+def _pdist_backward(call: CudaCall) -> Scratch:
+    """`pdist_backward_kernel_impl` (DistanceKernel.cu): what each pair adds, then its sum."""
+    x = call["self"]
+    if x.dim() != 2 or x.shape[0] < 2 or not x.numel():
+        return NONE
+    rows, width = x.shape
+    layout = TensorLayout.contiguous((rows - 1, rows, width), x.element_size())
+    reduced = reduction(layout, frozenset({0}), accumulator_bytes(x), call.target)
+    return after(((rows - 1) * nbytes(x), *reduced))
+
+
 @RULES.of("_cdist_backward")
 def _cdist_backward(call: CudaCall) -> Scratch:
     """`cdist_backward_kernel_impl` (DistanceKernel.cu): what each pair adds, then its sum."""
@@ -109,6 +122,13 @@ def _shrunk_loss(call: CudaCall, *, in_result: bool = False) -> Scratch:
 
 RULES.of("mse_loss", "smooth_l1_loss")(_shrunk_loss)
 RULES.of("soft_margin_loss", "binary_cross_entropy")(partial(_shrunk_loss, in_result=True))
+
+
+@RULES.of("soft_margin_loss_backward")
+def _soft_margin_backward(call: CudaCall) -> Scratch:
+    """`soft_margin_loss_backward_out` (aten/src/ATen/native/Loss.cpp): the powers, of a product with the target."""
+    size = broadcast_numel(call["self"], call["target"]) * call.result.element_size()
+    return after((size, size), (size,))
 
 
 @RULES.of("huber_loss", "binary_cross_entropy_with_logits")
@@ -154,21 +174,67 @@ def _ctc_loss(call: CudaCall) -> Scratch:
 # Pooling takes its tensors in the layout of the pooled one (``suggest_memory_format``).
 RULES.of("max_pool2d_with_indices", "avg_pool2d", "_adaptive_avg_pool2d")(copies_of("self", like="self"))
 RULES.of("max_pool2d_with_indices_backward")(copies_of("grad_output", "self", "indices", like="self"))
+RULES.of("max_pool3d_with_indices")(copies_of("self", like="self"))
+RULES.of("max_pool3d_with_indices_backward")(copies_of("grad_output", "indices", like="self"))
+RULES.of("max_unpool2d")(copies_of("self", "indices"))
 RULES.of("avg_pool2d_backward")(copies_of("grad_output", "self", like="self"))
 RULES.of("_adaptive_avg_pool2d_backward")(copies_of("grad_output", like="self"))
 
 # The rest make their first argument contiguous.
-RULES.of("roll", "im2col", "col2im")(copies_of("self"))
 RULES.of("reflection_pad1d", "reflection_pad2d", "reflection_pad3d")(copies_of("self"))
-RULES.of("max_pool3d_with_indices", "avg_pool3d", "_adaptive_avg_pool3d")(copies_of("self"))
-RULES.of("adaptive_max_pool2d", "adaptive_max_pool3d", "upsample_nearest1d")(copies_of("self"))
-RULES.of("max_pool3d_with_indices_backward", "avg_pool3d_backward")(copies_of("grad_output"))
-RULES.of("_adaptive_avg_pool3d_backward", "adaptive_max_pool2d_backward")(copies_of("grad_output"))
+RULES.of("avg_pool3d", "_adaptive_avg_pool3d")(copies_of("self"))
+RULES.of("adaptive_max_pool3d", "upsample_nearest1d")(copies_of("self"))
+RULES.of("avg_pool3d_backward")(copies_of("grad_output"))
+RULES.of("_adaptive_avg_pool3d_backward")(copies_of("grad_output"))
 RULES.of("adaptive_max_pool3d_backward", "upsample_nearest1d_backward")(copies_of("grad_output"))
 RULES.of("upsample_nearest3d_backward", "upsample_linear1d_backward")(copies_of("grad_output"))
-RULES.of("upsample_bicubic2d_backward", "upsample_trilinear3d_backward")(copies_of("grad_output"))
+RULES.of("upsample_bicubic2d_backward")(copies_of("grad_output"))
+RULES.of("_upsample_bilinear2d_aa_backward", "_upsample_bicubic2d_aa_backward")(copies_of("grad_output"))
 RULES.of("reflection_pad1d_backward", "reflection_pad2d_backward")(copies_of("grad_output"))
 RULES.of("replication_pad2d_backward")(copies_of("grad_output"))
+
+
+@RULES.of("roll")
+def _roll(call: CudaCall) -> Scratch:
+    """`roll_cuda` (TensorTransformations.cu): one dimension after the other, each to a tensor that stays."""
+    x = call["self"]
+    more = max(0, len(call["dims"]) - 1)
+    return after((copy_bytes(x), *(nbytes(x),) * more))
+
+
+@RULES.of("im2col", "col2im")
+def _columns(call: CudaCall) -> Scratch:
+    """`im2col_cuda` (Im2Col.cu) and `col2im_cuda` (Col2Im.cu): the result begins as large as the input.
+
+    If it is smaller, it keeps that storage. Seen in 2.11 to 2.15.
+    """
+    x, result = call["self"], call.result
+    more = nbytes(x) - nbytes(result)
+    return after((nbytes(x) if more < 0 else 0, copy_bytes(x)), kept=max(0, more))
+
+
+@RULES.of("adaptive_max_pool2d", "adaptive_max_pool2d_backward")
+def _adaptive_max_pool(call: CudaCall) -> Scratch:
+    """`adaptive_max_pool2d_out_cuda` (AdaptiveMaxPooling2d.cu) and its backward pass: all are made contiguous."""
+    inputs = [call.arguments[name] for name in ("self", "grad_output", "indices") if name in call.arguments]
+    if "grad_output" in call.arguments:
+        inputs = inputs[1:]
+    return after([copy_bytes(each) for each in (*call.results, *inputs)])
+
+
+@RULES.of("affine_grid_generator")
+def _affine_grid(call: CudaCall) -> Scratch:
+    """`affine_grid_generator` (aten/src/ATen/native/AffineGridGenerator.cpp): the grid that is moved."""
+    theta, result = call["theta"], call.result
+    if not result.numel() or not result.dim():
+        return NONE
+    return after((result.numel() // result.shape[-1] * (result.shape[-1] + 1) * theta.element_size(),))
+
+
+@RULES.of("_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa")
+def _smoothed(call: CudaCall) -> Scratch:
+    """`upsample_gen2d_aa_out_cuda_template` (UpSampleBilinear2d.cu): both sides are made contiguous."""
+    return after((copy_bytes(call.result), copy_bytes(call.first)))
 
 
 @RULES.of("upsample_nearest2d", "upsample_nearest2d_backward", "upsample_bilinear2d_backward")
@@ -183,6 +249,12 @@ def _resized(call: CudaCall) -> Scratch:
     return after((copy_bytes(x), copy_bytes(y)))
 
 
+@RULES.of("upsample_trilinear3d_backward")
+def _resized_linearly(call: CudaCall) -> Scratch:
+    """`upsample_trilinear3d_backward_out_cuda_template` (UpSampleTrilinear3d.cu): both sides are made contiguous."""
+    return after((copy_bytes(call.first), copy_bytes(call.result)))
+
+
 @RULES.of("upsample_nearest3d", "_upsample_nearest_exact3d")
 def _resized_volume(call: CudaCall) -> Scratch:
     """`upsample_nearest3d_out_cuda_template` (UpSampleNearest3d.cu): both sides are made contiguous."""
@@ -195,10 +267,15 @@ _CHUNK = 65_536  # `kChunkSize` in MultiTensorApply.cuh
 
 
 def _foreach_partials(call: CudaCall, itemsize: int) -> Scratch:
-    """Return the partial results: for every tensor as many as the longest has chunks."""
+    """Return the partial results: for every tensor as many as the longest has chunks.
+
+    From 2.15 on, as many as each has, and where they begin (seen in 2.15, not in 2.14).
+    """
     tensors = call["self"]
-    chunks = max((-(-tensor.numel() // _CHUNK) for tensor in tensors), default=0)
-    return after((len(tensors) * chunks * itemsize,))
+    chunks = [-(-tensor.numel() // _CHUNK) for tensor in tensors]
+    if port.VERSION >= (2, 15):
+        return after(((len(tensors) + 1) * LONG, sum(chunks) * itemsize))
+    return after((len(tensors) * max(chunks, default=0) * itemsize,))
 
 
 # `foreach_tensor_norm_cuda` and `foreach_tensor_max_cuda` (ForeachReduceOp.cu)
@@ -229,11 +306,11 @@ def _fft(call: CudaCall) -> Scratch:
 def _copy(call: CudaCall) -> Scratch:
     """`copy_kernel_cuda` (Copy.cu): none on one device; between host and device, copies of what is not contiguous."""
     target, source = call["self"], call["src"]
-    if target.device.type == source.device.type:
+    if is_on_host(target) == is_on_host(source):
         return NONE
     alike = target.dtype == source.dtype and target.shape == source.shape
     if alike and target.stride() == source.stride() and is_non_overlapping_and_dense(target):
         return NONE
-    if target.device.type == "cuda":
+    if not is_on_host(target):
         return after((copy_bytes(target),))
     return after((nbytes(target) if source.dtype != target.dtype else copy_bytes(source),))

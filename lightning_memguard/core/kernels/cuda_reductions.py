@@ -6,6 +6,7 @@ import math
 from functools import partial
 from typing import NamedTuple
 
+from lightning_memguard.core import torch_port as port
 from lightning_memguard.core.kernels.arguments import CudaCall, Rules, after, dimensions
 from lightning_memguard.core.kernels.layout import LONG, TensorLayout, accumulator_bytes, contiguous_strides, is_half
 from lightning_memguard.core.trace.scratch import FLOAT, NONE, CudaTarget, Scratch, Tensor, nbytes
@@ -180,8 +181,16 @@ RULES.of("var", "std", "var_mean", "std_mean")(
 )
 # `aminmax_kernel` (ReduceAMinMaxKernel.cu): the smallest and the largest side by side
 RULES.of("aminmax")(lambda call: _reduced(call, 2 * call["self"].element_size(), out=call["self"].element_size()))
-# `and_kernel_cuda` and `or_kernel_cuda` (ReduceLogicKernel.cu): the input is read in its own type
-RULES.of("any", "all")(partial(_reduced, accumulator=1))
+RULES.of("any")(partial(_reduced, accumulator=1))
+
+
+@RULES.of("all")
+def _all(call: CudaCall) -> Scratch:
+    """`and_kernel_cuda` (ReduceLogicKernel.cu): partial results are in the input's type up to 2.13, then masks.
+
+    Seen in 2.11, 2.14 and 2.15.
+    """
+    return _reduced(call, 1 if port.VERSION >= (2, 14) else call["self"].element_size())
 
 
 @RULES.of("amax", "amin", "max", "min", "argmax", "argmin")

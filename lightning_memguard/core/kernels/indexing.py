@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from lightning_memguard.core.kernels.arguments import CudaCall, Rules, after, dimension, moments, operands
+from lightning_memguard.core.kernels.arguments import CudaCall, Rules, after, dimension, is_on_host, moments, operands
 from lightning_memguard.core.kernels.layout import LONG, accumulator_bytes, broadcast_numel, copies_of, copy_bytes
 from lightning_memguard.core.kernels.sorting import radix_sort, reduce_all, scan, select
 from lightning_memguard.core.range import Range
@@ -31,10 +31,12 @@ def _embedding_backward(call: CudaCall) -> Scratch:
     return _sum_by_sorting(call, grad, copies, counts)
 
 
-@RULES.of("_embedding_bag_dense_backward")
+@RULES.of("_embedding_bag_backward", "_embedding_bag_dense_backward")
 def _embedding_bag_backward(call: CudaCall) -> Scratch:
     """`embedding_bag_backward_cuda_sum_avg` (EmbeddingBag.cu); the maximum's gradient takes nothing."""
     grad, indices = call["grad"], call["indices"]
+    if call.get("sparse"):
+        return NONE
     if call["mode"] == 2 or not indices.numel() or call.result.dim() != 2:  # 2 is the maximum
         return after((copy_bytes(grad),))
     return _sum_by_sorting(call, grad, (copy_bytes(grad), copy_bytes(indices)))
@@ -71,14 +73,18 @@ def _index_put(call: CudaCall) -> Scratch:
     """`index_put_with_sort_kernel` (Indexing.cu): gradients of indexing, which add up; others are put as they are.
 
     Indices are joined into one that is sorted with its places; on fewer bits than an int64 has, by the tensor's size.
-    A mask's indices are as many as it has ones: anything up to its elements.
+    A mask's indices are as many as it has ones: anything up to its elements. A number from the host is filled in by the
+    mask itself (`canDispatchToMaskedFill` in aten/src/ATen/native/TensorAdvancedIndexing.cpp; seen in 2.11 to 2.15).
     """
-    indices = list(operands(call["indices"]))
+    indices, values = list(operands(call["indices"])), call["values"]
+    from_host = values.numel() == 1 and is_on_host(values)
+    if len(indices) == 1 and _is_mask(indices[0]) and from_host and not call["accumulate"]:
+        return NONE
     if not indices or any(map(_is_mask, indices)):
         return _masked(call["self"], indices, call.target)
     if not (call["accumulate"] or call.target.deterministic):
         return NONE
-    return after(*_put_by_sorting(call, call["indices"], call["values"]))
+    return after(*_put_by_sorting(call, call["indices"], values))
 
 
 def _put_by_sorting(call: CudaCall, indices: Sequence[Tensor | None], values: Tensor) -> Iterator[tuple[Block, ...]]:
@@ -164,6 +170,13 @@ def _masked_select(call: CudaCall) -> Scratch:
     places = call.result.numel() * max(mask.dim(), x.dim()) * LONG
     copy = nbytes(mask) if mask.shape != x.shape else copy_bytes(mask)
     return Scratch(before=moments(((copy, *counted), (copy, places, *chosen))), after=moments(((places,),)))
+
+
+@RULES.of("unfold_backward")
+def _unfold_backward(call: CudaCall) -> Scratch:
+    """`unfold_backward_cuda_kernel` (UnfoldBackwardKernel.cu): a range along the dimension. Seen in 2.11 to 2.15."""
+    result = call.result
+    return after((result.shape[dimension(call["dim"], result)] * LONG,)) if result.dim() and result.numel() else NONE
 
 
 @RULES.of("masked_scatter", "masked_scatter_")

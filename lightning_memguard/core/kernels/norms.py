@@ -5,9 +5,17 @@ from __future__ import annotations
 import math
 from itertools import pairwise
 
+from lightning_memguard.core import torch_port as port
 from lightning_memguard.core.kernels.arguments import CudaCall, Rules, after
 from lightning_memguard.core.kernels.cuda_reductions import last_power, moment_accumulator_bytes, reduction
-from lightning_memguard.core.kernels.layout import TensorLayout, accumulator_bytes, copies_of, copy_bytes, is_ordered
+from lightning_memguard.core.kernels.layout import (
+    TensorLayout,
+    accumulator_bytes,
+    copies_of,
+    copy_bytes,
+    is_channels_last,
+    is_ordered,
+)
 from lightning_memguard.core.trace.scratch import FLOAT, NONE, CudaTarget, Scratch, Tensor, nbytes
 
 RULES = Rules[CudaTarget]()
@@ -39,6 +47,11 @@ def _layer_norm_backward(call: CudaCall) -> Scratch:
     return after((*copies, *partials, last * size, *reduced))
 
 
+def _groups_keep_channels_last(call: CudaCall) -> bool:
+    """Whether group norm has kernels for this order (seen in 2.15, not in 2.14)."""
+    return port.VERSION >= (2, 15) and is_channels_last(call["input"])
+
+
 @RULES.of("native_group_norm")
 def _group_norm(call: CudaCall) -> Scratch:
     """`GroupNormKernelImplInternal` (group_norm_kernel.cu): float32 statistics, a factor and a shift a channel."""
@@ -47,18 +60,24 @@ def _group_norm(call: CudaCall) -> Scratch:
     statistics = batch * call["group"] * accumulator if accumulator > x.element_size() else 0
     affine = call["HxW"] != 1 and not (call["weight"] is None and call["bias"] is None)
     fused = batch * call["C"] * accumulator if affine else 0
-    return after((copy_bytes(x), statistics, statistics, fused, fused))
+    copy = copy_bytes(x, channels_last=_groups_keep_channels_last(call))
+    return after((copy, statistics, statistics, fused, fused))
 
 
 @RULES.of("native_group_norm_backward")
 def _group_norm_backward(call: CudaCall) -> Scratch:
-    """`GroupNormBackwardKernelImplInternal` (group_norm_kernel.cu): sums of each channel, and three factors."""
+    """`GroupNormBackwardKernelImplInternal` (group_norm_kernel.cu): sums of each channel, and three factors.
+
+    The input is made contiguous, too, from 2.14 on (seen in 2.14 and 2.15, not in 2.11).
+    """
     accumulator, one_pixel = call["N"] * accumulator_bytes(call["input"]), call["HxW"] == 1
     channel, group = call["C"] * accumulator, call["group"] * accumulator
     sums = () if one_pixel else (channel, channel)
-    factor = 0 if one_pixel or call["weight"] is None else channel
-    factors = (factor, group, group) if call["output_mask"][0] else ()
-    return after((copy_bytes(call["grad_out"]), *sums, *factors))
+    channels_last = _groups_keep_channels_last(call)
+    factor = 0 if one_pixel or channels_last or call["weight"] is None else channel
+    factors = (group, group, factor) if call["output_mask"][0] else ()
+    copied = ("input", "grad_out") if port.VERSION >= (2, 14) else ("grad_out",)
+    return after((*(copy_bytes(call[name], channels_last=channels_last) for name in copied), *sums, *factors))
 
 
 def _takes_channels_last(tensor: Tensor) -> bool:

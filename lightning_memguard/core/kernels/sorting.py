@@ -6,12 +6,16 @@ for capability 7.5, 8.0, 9.0, 10.0 and 12.0.
 
 from __future__ import annotations
 
+import math
+
+from lightning_memguard.core import torch_port as port
 from lightning_memguard.core.kernels.arguments import CudaCall, Rules, after, dimension, moments
 from lightning_memguard.core.kernels.cuda_reductions import INT_MAX, reduction
 from lightning_memguard.core.kernels.layout import (
     LONG,
     TensorLayout,
     copy_bytes,
+    is_half,
     is_non_overlapping_and_dense,
     is_ordered,
 )
@@ -69,8 +73,13 @@ def tile_states(count: int, tile: int, word: int) -> int:
     return up((-(-count // tile) + 32) * word, 256) + 511 if count else 0
 
 
-def scan(count: int, itemsize: int) -> int:
-    """Temporary storage of `DeviceScan`, whose input is cut at 2^30 (aten/src/ATen/cuda/cub.cuh, `inclusive_scan`)."""
+def scan(count: int, itemsize: int, *, half: bool = False) -> int:
+    """Temporary storage of `DeviceScan`, whose input is cut at 2^30 (aten/src/ATen/cuda/cub.cuh, `inclusive_scan`).
+
+    Half precision is not a type that CUB knows, so its tiles are larger (seen in 2.11 to 2.15).
+    """
+    if half:
+        return tile_states(min(count, 1 << 30), 7680, 16)
     tile = {1: 3840, 2: 3840, 4: 1920}.get(itemsize, 896)
     return tile_states(min(count, 1 << 30), tile, {1: 4, 2: 4, 4: 8}.get(itemsize, 16))
 
@@ -95,12 +104,15 @@ def reduce_all(count: int, gpu: CudaTarget) -> Block:
 def _sort(call: CudaCall) -> Scratch:
     """`sort_cuda_kernel` (Sort.cpp) and `launch_stable_sort_kernel` (SortStable.cu).
 
-    Rows up to 4096 are sorted in place of the results; larger ones by CUB, alone or many at once.
+    Rows up to 4096 are sorted in place of the results, which begin as a range; larger ones by CUB, alone or many at
+    once.
     """
     x = call["self"]
     dim = dimension(call["dim"], x)
-    if not x.dim() or not x.numel() or x.shape[dim] <= 4096:
+    if not x.dim() or not x.numel():
         return NONE
+    if x.shape[dim] <= 4096:
+        return after((x.shape[dim] * LONG,)) if x.shape[dim] > 1 else NONE
     copy = 0 if is_non_overlapping_and_dense(x) and x.stride(dim) == 1 else nbytes(x)
     same = not copy and call.result.stride() == x.stride()
     held = (copy, 0 if same else nbytes(x), 0 if same else x.numel() * LONG)
@@ -135,22 +147,27 @@ def _topk(call: CudaCall) -> Scratch:
         sorts = _sorts(rows, chosen, x.element_size(), call.target)
         most = max(sorts, key=lambda blocks: sum(map(likely_bytes, blocks)))
         ordered = (nbytes(result), result.numel() * LONG, *most)
-    return after((copy_bytes(x), *_topk_counts(rows, length, x.element_size(), call.target)), ordered)
+    counts = (copy_bytes(x), *_topk_counts(rows, length, x.element_size(), call.target))
+    return after(counts, counts, ordered)
 
 
 _LONG_ROWS = ((20, 20_000), (40, 10_000), (80, 8_000), (199, 5_000), (799, 3_000), (4_000, 800))
 
 
 def _topk_counts(rows: int, length: int, itemsize: int, gpu: CudaTarget) -> tuple[int, ...]:
-    """`mbtopk::launch`, if `should_use_multiblock` chooses it by the number of rows and their length."""
+    """`mbtopk::launch`, if `should_use_multiblock` chooses it by the number of rows and their length.
+
+    Two scans follow each other. Seen in 2.11 to 2.15.
+    """
     if length < next((least for most, least in _LONG_ROWS if rows <= most), 400):
         return ()
     resident = 65_536 // (40 * 256) * 256 * gpu.multiprocessors  # `get_items_per_thread`: 40 registers a thread
     items = 256 * max(4, min(64, -(-rows * length // resident)))
     blocks = rows * -(-length // items)
     radix = max(FLOAT, itemsize)
-    singles = (rows * itemsize, rows * FLOAT, 2 * rows * FLOAT, 2 * rows * radix)
-    return (*singles, blocks * RADIX_DIGITS * 2, blocks * FLOAT, blocks * FLOAT, tile_states(blocks, 1024, 16))
+    singles = (rows * itemsize, 2 * rows * FLOAT, 2 * rows * radix)
+    counts = (blocks * RADIX_DIGITS * 2, rows * RADIX_DIGITS * FLOAT)
+    return (*singles, *counts, blocks * FLOAT, blocks * FLOAT, tile_states(blocks, 1024, 16))
 
 
 @RULES.of("median", "nanmedian")
@@ -183,7 +200,7 @@ def _cumulative(call: CudaCall) -> Scratch:
     if gpu.deterministic and result.is_floating_point():
         threads = 128 if itemsize >= 16 else 256 if itemsize >= 8 else 512
         return after((cast, copy, min(gpu.multiprocessors, -(-count // (threads * 16))) * itemsize))
-    return after((cast, copy, scan(count, itemsize)))
+    return after((cast, copy, scan(count, itemsize, half=is_half(result))))
 
 
 @RULES.of("_unique2")
@@ -201,15 +218,45 @@ def _unique(call: CudaCall) -> Scratch:
     return Scratch(before=moments((before,)), after=moments((last,)), kept=kept)
 
 
+@RULES.of("randperm")
+def _random_permutation(call: CudaCall) -> Scratch:
+    """`randperm_out_cuda` (Randperm.cu): a range is sorted by random keys, of so many bits that few are equal.
+
+    An int64 comes and goes before. Seen in 2.11 to 2.15.
+    """
+    count, itemsize = call["n"], call.result.element_size()
+    if count < 2:
+        return NONE
+    bits = min(64, math.ceil(math.log2(count - (6 * count**2 + 1) / (12 * math.log(0.9)))))
+    key = LONG if bits > 32 else FLOAT
+    sort = radix_sort(count, key, itemsize, call.target, bits)
+    return after((LONG,), (count * itemsize, count * key, count * key, sort))
+
+
+@RULES.of("bernoulli")
+def _bernoulli(call: CudaCall) -> Scratch:
+    """`bernoulli_tensor_cuda_kernel` (DistributionTemplates.h): probabilities of half precision in float32."""
+    x = call["self"]
+    return after((x.numel() * FLOAT,)) if is_half(x) else NONE
+
+
 @RULES.of("multinomial")
 def _multinomial(call: CudaCall) -> Scratch:
-    """`multinomial_out` (aten/src/ATen/native/Distributions.cpp): one race of exponentials, else running sums."""
+    """`multinomial_out` (aten/src/ATen/native/Distributions.cpp): one race of exponentials, else running sums.
+
+    For the race, checks of the probabilities are held, more of them from 2.14 on; the sums are of what is not scaled to
+    one first from 2.15 on (seen in 2.11, 2.14 and 2.15).
+    """
     x, samples, gpu = call["self"], call["num_samples"], call.target
     if call["replacement"] and samples != 1:
-        return after((nbytes(x),) * 3)
+        held = (nbytes(x),) * (2 if port.VERSION >= (2, 15) else 3)
+        single = x.dim() < 2 or x.shape[0] == 1
+        return after((*held, scan(x.numel(), x.element_size(), half=is_half(x)) if single else 0))
+    checks = (1,) * (4 if port.VERSION >= (2, 14) else 2)
     itemsize, length = x.element_size(), x.shape[-1] if x.dim() else 1
     if samples == 1:
         dims = frozenset({x.dim() - 1}) if x.dim() else frozenset()
-        return after((nbytes(x), *reduction(TensorLayout.contiguous(x.shape, itemsize), dims, 16, gpu)))
+        return after((*checks, nbytes(x), *reduction(TensorLayout.contiguous(x.shape, itemsize), dims, 16, gpu)))
     counts = _topk_counts(x.numel() // length, length, itemsize, gpu) if x.numel() else ()
-    return after((nbytes(x), call.result.numel() * itemsize, *counts))
+    race = (*checks, nbytes(x), call.result.numel() * itemsize, *counts)
+    return after(race, race)

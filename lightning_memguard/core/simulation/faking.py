@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from lightning_memguard.core import torch_port as port
 from lightning_memguard.core.foreign import added, patched
 from lightning_memguard.core.foreign import aten as _aten
+from lightning_memguard.core.kernels.attention import SEEDS_ON_DEVICE
 from lightning_memguard.core.simulation import constants, quantized
 from lightning_memguard.core.simulation.constants import KnownFakeMode, known_value
 from lightning_memguard.core.simulation.fake import Function, copy_attributes, lazy_fake
@@ -336,16 +337,29 @@ def laid_out(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     """The result of an operator whose fake kernel gives it other strides than the real one; None for others.
 
     Batch norms give theirs in the order that `suggest_memory_format` says, torch's fake kernels in that of the input
-    (aten/src/ATen/native/Normalization.cpp). Zeros that autograd makes of no tangent have no memory, and the operators
-    that read them see one number (aten/src/ATen/ZeroTensorFallback.cpp), on real tensors as well.
+    (aten/src/ATen/native/Normalization.cpp). On CUDA the gradient of a frozen one is contiguous, as that of `glu` is,
+    and volumes that are resized linearly keep channels last (seen in 2.11 to 2.15). Zeros that autograd makes of no
+    tangent have no memory, and the operators that read them see one number (aten/src/ATen/ZeroTensorFallback.cpp), on
+    real tensors as well. The efficient attention's random seeds are on the host in some versions.
     """
     if func is _ZEROS_OF_NO_TANGENT:
         return torch.zeros((), dtype=kwargs.get("dtype"), device=kwargs.get("device")).expand(args[0])
+    if func is _EFFICIENT_ATTENTION:
+        out = func(*args, **kwargs)
+        dropout = by_name(func, args, kwargs)["dropout_p"]
+        return out if SEEDS_ON_DEVICE and not dropout else (*out[:2], *(each.to("cpu") for each in out[2:]))
+    if func is _GLU_BACKWARD and args[0].device.type == "cuda":
+        return torch.empty(args[1].shape, dtype=args[1].dtype, device=args[1].device)
+    if func in _RESIZED_VOLUMES and args[0].device.type == "cuda":
+        out, order = func(*args, **kwargs), port.suggested_format(args[0])
+        return torch.empty(out.shape, dtype=out.dtype, device=out.device, memory_format=order)
     place = _BATCH_NORMS.get(func)
     if place is None or type(args[place]) is not FakeTensor:
         return None
     first, *others = func(*args, **kwargs)
     order = port.suggested_format(args[place])
+    if func is _BATCH_NORM_BACKWARD and args[place].device.type == "cuda" and not args[7]:  # not training
+        order = torch.contiguous_format
     if first is not None and not first.is_contiguous(memory_format=order):
         first = torch.empty(first.shape, dtype=first.dtype, device=first.device, memory_format=order)
     if (
@@ -359,11 +373,15 @@ def laid_out(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return first, *others
 
 
+_EFFICIENT_ATTENTION = _aten._scaled_dot_product_efficient_attention.default
+_GLU_BACKWARD = _aten.glu_backward.default
+_RESIZED_VOLUMES = (_aten.upsample_trilinear3d.default, _aten.upsample_trilinear3d_backward.default)
+_BATCH_NORM_BACKWARD = _aten.native_batch_norm_backward.default
 _ZEROS_OF_NO_TANGENT = _aten._efficientzerotensor.default
 _BATCH_NORMS = {  # with the place of the input
     _aten.native_batch_norm.default: 0,
     _aten.cudnn_batch_norm.default: 0,
-    _aten.native_batch_norm_backward.default: 1,
+    _BATCH_NORM_BACKWARD: 1,
 }
 
 

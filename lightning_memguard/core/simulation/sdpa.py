@@ -13,7 +13,7 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +21,6 @@ from torch import Tensor
 from lightning_memguard.core import torch_port as port
 from lightning_memguard.core.foreign import aten as _aten
 from lightning_memguard.core.kernels.attention import is_strictly_deterministic
-from lightning_memguard.core.torch_port import OpOverload, TorchDispatchMode
 from lightning_memguard.errors import CannotTraceError
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -164,7 +163,7 @@ def _takes_efficient(call: Attention) -> bool:
         and all(width > 0 and width % alignment == 0 for width in widths)
         and (unchecked or all(tensor.storage_offset() % alignment == 0 for tensor in call.inputs))
         and call.has_unit_strides(ignore_single=False)
-        and call.has_heads(grouped=False)
+        and call.has_heads(grouped=port.VERSION >= (2, 14))
     )
 
 
@@ -243,25 +242,8 @@ def _efficient(call: Attention) -> Tensor:
             width = bias.shape[-1]
             bias = _aten.slice(_aten.pad(bias, [0, 8 - width % 8]), -1, 0, width)
         bias = bias.expand(*call.query.shape[:3], call.key.shape[2])
-    with _SeedsOnHost():  # type: ignore[no-untyped-call]
-        return _run(_EFFICIENT, *call.inputs, bias, call.trains, call.dropout_p, call.is_causal, scale=call.scale)
-
-
-_EFFICIENT = "_scaled_dot_product_efficient_attention"
-
-
-class _SeedsOnHost(TorchDispatchMode):
-    """Mode that returns the efficient kernel's random seed and offset on the host, as PyTorch does outside CUDA graphs.
-
-    Note [Seed and Offset Device] in cuda/attention.cu; torch's fake kernel puts them on the GPU.
-    """
-
-    def __torch_dispatch__(
-        self, func: OpOverload, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
-    ) -> Any:
-        out = func(*args, **(kwargs or {}))
-        seeded = func is getattr(_aten, _EFFICIENT).default
-        return (*out[:2], *(torch.empty((), dtype=torch.long, device="cpu") for _ in out[2:])) if seeded else out
+    options = (bias, call.trains, call.dropout_p, call.is_causal)
+    return _run("_scaled_dot_product_efficient_attention", *call.inputs, *options, scale=call.scale)
 
 
 def _cudnn(call: Attention) -> Tensor:

@@ -277,6 +277,8 @@ def moments_of(scratch: Scratch, place: int | None) -> tuple[Moment, ...]:
 def scratch_events(moments: Sequence[Moment], first_block: int, like: Event) -> list[Event]:
     """The events of a kernel's scratch, moment by moment.
 
+    Blocks with which a moment and the next one begin alike are the same blocks and stay; all but the moment's last.
+
     Args:
         moments: what is alive together, in order.
         first_block: number of the first block; the next ones count down from it.
@@ -284,18 +286,25 @@ def scratch_events(moments: Sequence[Moment], first_block: int, like: Event) -> 
     """
     events: list[Event] = []
     block, like = first_block, like._replace(part="workspaces")
-    for moment in moments:
-        taken: list[Event] = []
-        together = (moment,) if isinstance(moment, int | Range | Plans) else moment
-        for wanted in cast("tuple[Block, ...]", together):
+    alive: list[tuple[Block, list[Event]]] = []
+    for moment in (*moments, ()):
+        together = cast("tuple[Block, ...]", (moment,) if isinstance(moment, int | Range | Plans) else moment)
+        stay = 0
+        while stay < min(len(alive) - 1, len(together)) and alive[stay][0] == together[stay]:
+            stay += 1
+        for _, taken in reversed(alive[stay:]):
+            events += [event._replace(action="free") for event in reversed(taken)]
+        del alive[stay:]
+        for wanted in together[stay:]:
             otherwise = wanted.otherwise if isinstance(wanted, Plans) else ()
-            for case, nbytes in _by_case(wanted, in_first_pass=_is_first_scratch(like)):
-                if nbytes:
-                    event = like._replace(action="alloc", block=block, nbytes=nbytes, case=case, otherwise=otherwise)
-                    taken.append(event)
-                    block -= 1
-        events += taken
-        events += [event._replace(action="free") for event in reversed(taken)]
+            sizes = [size for size in _by_case(wanted, in_first_pass=_is_first_scratch(like)) if size[1]]
+            taken = [
+                like._replace(action="alloc", block=block - place, nbytes=nbytes, case=case, otherwise=otherwise)
+                for place, (case, nbytes) in enumerate(sizes)
+            ]
+            block -= len(taken)
+            events += taken
+            alive.append((wanted, taken))
     return events
 
 

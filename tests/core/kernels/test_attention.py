@@ -80,7 +80,7 @@ def test_flash_does_not_split_when_the_gpu_is_full_or_with_dropout() -> None:
     full = tensors(8, 16, 128, 64)  # 256 blocks of queries
     assert scratch(FLASH, *full, kernel_target=A100) == NONE
     few = tensors(1, 4, 1024, 64)
-    assert scratch(FLASH, *few, 0.1, kernel_target=A100) == NONE
+    assert scratch(FLASH, *few, 0.1, kernel_target=A100).after == ((16,),)  # the generator's state
     assert scratch(FLASH, *few, kernel_target=A100) != NONE
 
 
@@ -126,13 +126,22 @@ def test_efficient_backward_takes_tiles_of_the_querys_gradient() -> None:
     assert efficient_backward(tensors(2, 4, 100, 128), A100) == Scratch(after=((2 * 4 * 100 * 4, workspace),))
 
 
-def test_efficient_backward_needs_more_where_shared_memory_is_small() -> None:
-    # 64 x 64, in two columns, and 2 x 64 x 128 for each of two parts of the keys
-    workspace = 2 * 4 * (2 * 2 * (16 + 64 * 64 * 4) + 2 * 2 * 64 * 128 * 4)
-    assert efficient_backward(tensors(2, 4, 100, 128), RTX5090) == Scratch(after=((2 * 4 * 100 * 4, workspace),))
-    # the one kernel made for these GPUs: 128 x 64, in two columns
-    workspace = 2 * 4 * 2 * (16 + 128 * 64 * 4)
-    assert efficient_backward(tensors(2, 4, 100, 96), RTX4090) == Scratch(after=((2 * 4 * 100 * 4, workspace),))
+def test_efficient_backward_has_narrow_tiles_for_some_gpus() -> None:
+    """As PyTorch 2.11 allocated them, its kernels left out (`benchmarks/operators.py`)."""
+    square, narrow = 2 * 4 * (16 + 128 * 128 * 4), 2 * 4 * 2 * (16 + 128 * 64 * 4)
+    sums = 2 * 4 * 100 * 4
+    heads = tensors(2, 4, 100, 96)
+    assert efficient_backward(tensors(2, 4, 100, 128), RTX5090) == Scratch(after=((sums, square),))
+    assert efficient_backward(heads, RTX4090) == Scratch(after=((sums, narrow),))
+    assert efficient_backward(heads, RTX4090, dropout_p=0.1) == Scratch(after=((sums, square),))
+    assert efficient_backward(heads, CudaTarget((7, 5), 40)) == Scratch(after=((sums, narrow),))
+
+
+def test_efficient_backward_makes_gradients_for_every_head_that_shares_a_key() -> None:
+    query, (key, value) = tensors(2, 8, 256, 64)[0], tensors(2, 2, 256, 64)[:2]
+    expanded = 2 * 8 * 256 * 64 * 2
+    taken = efficient_backward([query, key, value], H100).after
+    assert taken == ((expanded, expanded, 2 * 8 * 256 * 4, 1_049_600),)  # as PyTorch 2.14 allocated them
 
 
 def test_efficient_backward_in_float32_makes_the_row_sums_first() -> None:
@@ -170,7 +179,7 @@ def test_cudnn_says_nothing_of_its_workspace_so_it_is_a_span() -> None:
 def test_the_softmax_of_plain_products_looks_for_rows_that_are_masked_out() -> None:
     x = torch.empty(2, 4, 16, 32, device="meta")
     masks = (2 * 4 * 16 * 32, 2 * 4 * 16)
-    assert scratch("safe_softmax", x, -1, kernel_target=V100).after == (masks, (*masks, 4))
+    assert scratch("safe_softmax", x, -1, kernel_target=V100).after == ((*masks, 4),)
 
 
 @pytest.mark.parametrize("shape", [(4, 8, 128, 128), (2, 4, 16, 32), (6, 10)])

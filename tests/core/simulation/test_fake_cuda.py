@@ -23,12 +23,18 @@ from torch.utils.checkpoint import checkpoint
 from lightning_memguard import estimate
 from lightning_memguard.core import gpus
 from lightning_memguard.core.batch.batches import batches_from_one
+from lightning_memguard.core.capture.kernel_scratch import _kernel
 from lightning_memguard.core.capture.predict import capture
 from lightning_memguard.core.capture.program import LoopProgram, tensors
 from lightning_memguard.core.capture.recorder import Recorder, watching
 from lightning_memguard.core.gpus import Gpu
 from lightning_memguard.core.simulation import driver, fake_cuda
+from lightning_memguard.core.kernels import table
+from lightning_memguard.core.kernels.arguments import Call
+from lightning_memguard.core.kernels.attention import SEEDS_ON_DEVICE
+from lightning_memguard.core.simulation import fake_cuda
 from lightning_memguard.core.simulation.fake_cuda import FAKE_DEVICE, FakeCudaMode, simulated_cuda, simulated_gpu
+from lightning_memguard.core.trace.scratch import NONE
 from lightning_memguard.core.trace.trace import Trace
 from lightning_memguard.errors import CannotTraceError
 
@@ -514,3 +520,29 @@ def test_cudnn_is_asked_for_its_version_while_no_gpu_is_seen(monkeypatch: pytest
     with simulating(V100):
         nn.Conv2d(3, 3, 3, device="cuda")(torch.ones(2, 3, 4, 4, device="cuda")).sum().backward()
     assert seen[0] is False
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.5])
+def test_the_seed_of_efficient_attention_is_on_the_host(dropout_p: float) -> None:
+    """From 2.14 on, with dropout alone."""
+
+    def attend(model: Any, x: torch.Tensor) -> torch.Tensor:
+        heads = model(x).unflatten(-1, (2, 8)).transpose(1, 2)
+        return nn.functional.scaled_dot_product_attention(heads, heads, heads, dropout_p=dropout_p).mean()
+
+    trace = captured(nn.Linear(16, 16), torch.zeros(4, 32, 16), attend)
+    seeds = [each for each in trace if "efficient_attention" in each.operator and each.nbytes == 8]
+    assert any("efficient_attention" in each.operator for each in trace)
+    assert bool(seeds) == (SEEDS_ON_DEVICE and not dropout_p)
+
+
+def test_a_rule_that_is_asked_again_knows_which_tensors_are_on_the_host() -> None:
+    kernel_target = H200.kernel_target
+    copy = table.rule("copy_", kernel_target)
+    assert copy is not None
+    with tensors(fake=True, gpu=H200):
+        target, source = torch.empty(64, 32, device="cuda").t(), torch.empty(32, 64)
+        call = Call({"self": target, "src": source, "non_blocking": False}, [target], kernel_target)
+        kernel = _kernel("aten.copy_.default", call)
+        first = copy(call)
+    assert kernel.scratch(kernel.numbers) == first != NONE
