@@ -103,6 +103,13 @@ def operands(value: object) -> Iterator[Tensor]:
         yield cast("Tensor", value)
 
 
+def is_torch(*version: int) -> bool:
+    """Whether this is that version of torch or a newer one."""
+    from lightning_memguard.core import torch_port as port
+
+    return version <= port.VERSION
+
+
 def is_on_host(tensor: Tensor) -> bool:
     """Whether a tensor is the CPU's; one that is restored without a device keeps that it was."""
     known = getattr(tensor, "on_host", None)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from lightning_memguard.core import torch_port as port
-from lightning_memguard.core.kernels.arguments import CudaCall, Rules, after, is_on_host, moments
+from lightning_memguard.core.kernels.arguments import CudaCall, Rules, after, is_on_host, is_torch, moments
 from lightning_memguard.core.kernels.cuda_reductions import mean_blocks, reduction
 from lightning_memguard.core.kernels.layout import (
     LONG,
@@ -273,7 +272,7 @@ def _foreach_partials(call: CudaCall, itemsize: int) -> Scratch:
     """
     tensors = call["self"]
     chunks = [-(-tensor.numel() // _CHUNK) for tensor in tensors]
-    if port.VERSION >= (2, 15):
+    if is_torch(2, 15):
         return after(((len(tensors) + 1) * LONG, sum(chunks) * itemsize))
     return after((len(tensors) * max(chunks, default=0) * itemsize,))
 

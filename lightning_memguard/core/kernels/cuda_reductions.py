@@ -6,8 +6,7 @@ import math
 from functools import partial
 from typing import NamedTuple
 
-from lightning_memguard.core import torch_port as port
-from lightning_memguard.core.kernels.arguments import CudaCall, Rules, after, dimensions
+from lightning_memguard.core.kernels.arguments import CudaCall, Rules, after, dimensions, is_torch
 from lightning_memguard.core.kernels.layout import LONG, TensorLayout, accumulator_bytes, contiguous_strides, is_half
 from lightning_memguard.core.trace.scratch import FLOAT, NONE, CudaTarget, Scratch, Tensor, nbytes
 
@@ -190,7 +189,7 @@ def _all(call: CudaCall) -> Scratch:
 
     Seen in 2.11, 2.14 and 2.15.
     """
-    return _reduced(call, 1 if port.VERSION >= (2, 14) else call["self"].element_size())
+    return _reduced(call, 1 if is_torch(2, 14) else call["self"].element_size())
 
 
 @RULES.of("amax", "amin", "max", "min", "argmax", "argmin")

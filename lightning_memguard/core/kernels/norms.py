@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from itertools import pairwise
 
-from lightning_memguard.core import torch_port as port
-from lightning_memguard.core.kernels.arguments import CudaCall, Rules, after
+from lightning_memguard.core.kernels.arguments import CudaCall, Rules, after, is_torch
 from lightning_memguard.core.kernels.cuda_reductions import last_power, moment_accumulator_bytes, reduction
 from lightning_memguard.core.kernels.layout import (
     TensorLayout,
@@ -49,7 +48,7 @@ def _layer_norm_backward(call: CudaCall) -> Scratch:
 
 def _groups_keep_channels_last(call: CudaCall) -> bool:
     """Whether group norm has kernels for this order (seen in 2.15, not in 2.14)."""
-    return port.VERSION >= (2, 15) and is_channels_last(call["input"])
+    return is_torch(2, 15) and is_channels_last(call["input"])
 
 
 @RULES.of("native_group_norm")
@@ -76,7 +75,7 @@ def _group_norm_backward(call: CudaCall) -> Scratch:
     channels_last = _groups_keep_channels_last(call)
     factor = 0 if one_pixel or channels_last or call["weight"] is None else channel
     factors = (group, group, factor) if call["output_mask"][0] else ()
-    copied = ("input", "grad_out") if port.VERSION >= (2, 14) else ("grad_out",)
+    copied = ("input", "grad_out") if is_torch(2, 14) else ("grad_out",)
     return after((*(copy_bytes(call[name], channels_last=channels_last) for name in copied), *sums, *factors))
 
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 
-from lightning_memguard.core import torch_port as port
-from lightning_memguard.core.kernels.arguments import CudaCall, Rules, after, dimension, moments
+from lightning_memguard.core.kernels.arguments import CudaCall, Rules, after, dimension, is_torch, moments
 from lightning_memguard.core.kernels.cuda_reductions import INT_MAX, reduction
 from lightning_memguard.core.kernels.layout import (
     LONG,
@@ -249,10 +248,10 @@ def _multinomial(call: CudaCall) -> Scratch:
     """
     x, samples, gpu = call["self"], call["num_samples"], call.target
     if call["replacement"] and samples != 1:
-        held = (nbytes(x),) * (2 if port.VERSION >= (2, 15) else 3)
+        held = (nbytes(x),) * (2 if is_torch(2, 15) else 3)
         single = x.dim() < 2 or x.shape[0] == 1
         return after((*held, scan(x.numel(), x.element_size(), half=is_half(x)) if single else 0))
-    checks = (1,) * (4 if port.VERSION >= (2, 14) else 2)
+    checks = (1,) * (4 if is_torch(2, 14) else 2)
     itemsize, length = x.element_size(), x.shape[-1] if x.dim() else 1
     if samples == 1:
         dims = frozenset({x.dim() - 1}) if x.dim() else frozenset()
