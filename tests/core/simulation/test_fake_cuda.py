@@ -28,11 +28,10 @@ from lightning_memguard.core.capture.predict import capture
 from lightning_memguard.core.capture.program import LoopProgram, tensors
 from lightning_memguard.core.capture.recorder import Recorder, watching
 from lightning_memguard.core.gpus import Gpu
-from lightning_memguard.core.simulation import driver, fake_cuda
 from lightning_memguard.core.kernels import table
 from lightning_memguard.core.kernels.arguments import Call
 from lightning_memguard.core.kernels.attention import SEEDS_ON_DEVICE
-from lightning_memguard.core.simulation import fake_cuda
+from lightning_memguard.core.simulation import driver, fake_cuda
 from lightning_memguard.core.simulation.fake_cuda import FAKE_DEVICE, FakeCudaMode, simulated_cuda, simulated_gpu
 from lightning_memguard.core.trace.scratch import NONE
 from lightning_memguard.core.trace.trace import Trace
