@@ -26,7 +26,6 @@ from lightning_memguard.core.isolation.pool import in_child
 from lightning_memguard.core.kernels import table
 from lightning_memguard.core.kernels.arguments import Call, is_on_host
 from lightning_memguard.core.kernels.attention import SEEDS_ON_DEVICE
-from lightning_memguard.core.kernels.rnn import dropout_state_bytes
 from lightning_memguard.core.simulation import mkldnn_lstm, sdpa
 from lightning_memguard.core.simulation.backward import graph_task
 from lightning_memguard.core.simulation.fake import training_threads
@@ -154,14 +153,15 @@ class KernelScratch:
     def _open_cublas(self, operator: str, kernel_target: CudaTarget, *, uses_lt: bool) -> None:
         """Forward and backward pass run in different threads, each with a cuBLAS handle and its workspace."""
         in_backward, lt = graph_task() != -1, table.cublas_lt(os.environ)
-        if in_backward not in self._cublas and (lt.opens_cublas or not uses_lt):
+        nbytes = table.cublas_workspace_bytes(kernel_target.compute_capability, os.environ)
+        if not table.keeps_workspaces():
+            self._storages.take_for_a_moment(lt.nbytes if uses_lt else nbytes, "workspaces")
+            return
+        if in_backward not in self._cublas:
             self._cublas.add(in_backward)
-            nbytes = table.cublas_workspace_bytes(kernel_target.compute_capability, os.environ)
             if nbytes:
                 self._storages.take(nbytes, operator, "workspaces")
-        if uses_lt and not lt.stays:
-            self._storages.take_for_a_moment(lt.nbytes, "workspaces")
-        elif uses_lt and in_backward not in self._cublas_lt:
+        if uses_lt and in_backward not in self._cublas_lt:
             self._cublas_lt.add(in_backward)
             if lt.is_sure and lt.nbytes:
                 self._storages.take(lt.nbytes, operator, "workspaces")

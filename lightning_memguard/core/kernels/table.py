@@ -53,29 +53,28 @@ def takes_cublas(operator: str) -> bool:
     return operator.startswith("aten.") and operator.split(".")[1] in products
 
 
+def keeps_workspaces() -> bool:
+    """Whether cuBLAS' workspaces stay with their thread; torch 2.15 takes one for each product and frees it at once."""
+    return port.VERSION < (2, 15)
+
+
 class CublasLt(NamedTuple):
-    """The workspace of cublasLt, besides that of cuBLAS: which products take it, how large it is, how long it stays."""
+    """The workspace of cublasLt: how large it is, and whether it is one besides that of cuBLAS, or may be."""
 
     nbytes: int
-    stays: bool  # with its thread, else for the product alone
-    is_sure: bool = True
-    opens_cublas: bool = True
+    is_sure: bool
 
 
 def cublas_lt(environ: Mapping[str, str]) -> CublasLt:
-    """Return what a product with `takes_cublas_lt` allocates, on any GPU.
+    """Return what a product with `takes_cublas_lt` needs, on any GPU.
 
-    By the allocator's events of torch 2.11 to 2.15. 2.11 keeps 1 MiB for each thread, or what
-    ``CUBLASLT_WORKSPACE_SIZE`` says in KiB. 2.12 to 2.14 share cuBLAS' own; three of three published steps took twice
-    this more even so, to the byte (a T4, torch 2.10 and 2.14), and eight of eight without such products nothing. 2.15
-    takes it for each product, without a handle of cuBLAS.
+    1 MiB, or what ``CUBLASLT_WORKSPACE_SIZE`` says in KiB, by the allocator's events of torch 2.11 to 2.15. 2.12 to
+    2.14 share cuBLAS' own; three of three published steps took twice this more even so, to the byte (a T4, torch 2.10
+    and 2.14), and eight of eight without such products nothing.
     """
     size = environ.get("CUBLASLT_WORKSPACE_SIZE", "")
-    nbytes = int(size) << 10 if size.isdecimal() else 1 << 20
-    if port.VERSION >= (2, 15):
-        return CublasLt(nbytes, stays=False, opens_cublas=False)
     is_shared = environ.get("TORCH_CUBLASLT_UNIFIED_WORKSPACE", "01"[port.VERSION >= (2, 12)]) == "1"
-    return CublasLt(nbytes, stays=True, is_sure=not is_shared)
+    return CublasLt(int(size) << 10 if size.isdecimal() else 1 << 20, is_sure=not (keeps_workspaces() and is_shared))
 
 
 def takes_cublas_lt(operator: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

@@ -117,6 +117,14 @@ def test_a_fork_asks_a_process_of_its_own():
     assert cudnn.workspaces(replace(QUESTION, operation="input"))
 
 
+def test_the_process_that_asks_opens_no_context_on_the_users_gpu(monkeypatch):
+    seen = {}
+    monkeypatch.setattr(cudnn.subprocess, "Popen", lambda *_, **named: seen.update(named["env"]))
+    with pytest.raises(AttributeError):
+        cudnn._Process(())
+    assert seen == {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+
+
 def test_the_table_knows_every_kind_of_convolution():
     for operation in ("forward", "input", "weight"):
         for kind in ("float32", "float16", "bfloat16"):
