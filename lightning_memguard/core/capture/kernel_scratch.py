@@ -26,6 +26,7 @@ from lightning_memguard.core.isolation.pool import in_child
 from lightning_memguard.core.kernels import table
 from lightning_memguard.core.kernels.arguments import Call, is_on_host
 from lightning_memguard.core.kernels.attention import SEEDS_ON_DEVICE
+from lightning_memguard.core.kernels.rnn import dropout_state_bytes
 from lightning_memguard.core.simulation import mkldnn_lstm, sdpa
 from lightning_memguard.core.simulation.backward import graph_task
 from lightning_memguard.core.simulation.fake import training_threads
