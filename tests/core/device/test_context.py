@@ -69,9 +69,9 @@ def test_buffers_of_nccl_are_not_mistaken_for_another_process(gpu, monkeypatch):
 
 @pytest.mark.parametrize("path", sorted(RECORDINGS.glob("*.json.gz")), ids=lambda path: path.name)
 def test_what_was_recorded_on_a_real_gpu_is_within_the_range_that_is_predicted(gpu, path):
-    """17 trainings on an H100: 641 MiB without cuBLAS, else 751 to 771, at the end; 619 after a first kernel."""
+    """17 trainings, each alone on an H100: 641 MiB without cuBLAS, else 751 to 771 at the end; 619 after a kernel."""
     recording = json.loads(gzip.decompress(path.read_bytes()))
-    machine, cases = recording["machine"], [case for case in recording["cases"].values() if "failed" not in case]
+    machine, cases = recording["machine"], [case for case in recording["cases"].values() if case.get("context")]
     major, minor = machine["compute_capability"]
     properties = {"major": major, "minor": minor, "multi_processor_count": machine["multiprocessors"]}
     vars(gpu.properties).update(properties, total_memory=machine["total_memory"])
