@@ -191,6 +191,29 @@ int cudaGetLastError(void) {
     return error;
 }
 
+/* -- the driver, as Triton and PyTorch's launcher of its kernels call it -- */
+
+CALL(cuDeviceGet, (int *out, int ordinal), *out = ordinal)
+CALL(cuDeviceGetAttribute, (int *out, int number, int device), *out = attribute(number))
+CALL(cuDevicePrimaryCtxRetain, (void **out, int device), *out = &used)
+CALL(cuModuleLoadData, (void **out, const void *image), *out = &used)
+CALL(cuModuleLoad, (void **out, const char *path), *out = &used)
+CALL(cuModuleGetFunction, (void **out, void *module, const char *name), *out = &used)
+CALL(cuFuncGetAttribute, (int *out, int number, void *function), *out = 0)
+CALL(cuPointerGetAttribute, (void **out, int number, void *address), *out = address)
+CALL(cuCtxGetLimit, (size_t *out, int limit), *out = 0)
+CALL(cuGetErrorString, (int error, const char **out), *out = "refused")
+CALL(cuCtxGetDevice, (int *out), *out = 0)
+CALL(cuDriverGetVersion, (int *out), *out = 13000)
+CALL(cuStreamIsCapturing, (void *stream, int *out), *out = 0)
+DONE(cuModuleUnload)
+DONE(cuCtxSetCurrent)
+DONE(cuCtxSetLimit)
+DONE(cuFuncSetAttribute)
+DONE(cuFuncSetCacheConfig)
+DONE(cuLaunchKernel)
+DONE(cuLaunchKernelEx)
+
 /* -- streams, events, kernels: nothing waits, nothing runs -- */
 
 struct size3 { unsigned x, y, z; }; /* dim3 */

@@ -19,7 +19,7 @@ import torch
 
 HERE = Path(__file__).parent
 COMPILER = shutil.which("cc")
-MEASURED = ("plain", "half", "manual", "asking", "pinned", "on the GPU")
+MEASURED = ("plain", "half", "manual", "asking", "pinned", "compiled", "on the GPU")
 PREDICTED = ("validated", "convolutions", "estimated")  # no cuDNN: convolutions do not train
 
 pytestmark = [
@@ -36,6 +36,7 @@ def fixture_trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     flags = ("-shared", "-fPIC", "-O1", f"-Wl,-soname,{library.name}")
     subprocess.run([str(COMPILER), *flags, str(HERE / "cuda.c"), "-o", str(library)], check=True)
     environment = os.environ | {"LD_PRELOAD": str(library), "OMP_NUM_THREADS": "1"}
+    environment |= {"TRITON_LIBCUDA_PATH": str(library.parent), "TORCHINDUCTOR_CACHE_DIR": str(library.parent)}
     script = [sys.executable, str(HERE / "trainings.py")]
     done = subprocess.run(script, env=environment, capture_output=True, text=True, check=False)
     assert not done.returncode, done.stderr
@@ -45,7 +46,7 @@ def fixture_trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", [*MEASURED, *PREDICTED])
 def test_a_step_is_predicted_in_a_process_that_uses_its_gpu(trained, name):
-    assert trained[name]["method"] == "fake", trained[name]["said"]
+    assert trained[name]["method"] == ("compiled" if name == "compiled" else "fake"), trained[name]["said"]
 
 
 @pytest.mark.parametrize("name", [*MEASURED, *PREDICTED])
@@ -58,7 +59,7 @@ def test_the_counter_of_pytorch_is_within_the_range(trained, name):
     lowest, highest = trained[name]["range"]
     assert not trained[name]["error"]
     assert lowest <= trained[name]["measured"] <= highest
-    assert highest - lowest <= 1 << 20  # of 70 MiB
+    assert highest - lowest <= (1 << 20 if name != "compiled" else 64 << 20)  # of 70 MiB; kernels may be timed
 
 
 def test_the_driver_refuses_a_child_that_calls_it(trained):

@@ -96,6 +96,14 @@ class Convolutions(Net):
         self.net.append(nn.Linear(16 * 36, CLASSES))
 
 
+class Compiled(Net):
+    """Its network is compiled, by Triton."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.compile()
+
+
 class Peak(pl.Callback):
     """Reads PyTorch's own counter at the end of the epoch."""
 
@@ -112,10 +120,16 @@ def data(*, pinned: bool = False, device: str = "cpu") -> TensorDataset:
 
 
 def fit(
-    make: Callable[[], Net], loader: DataLoader[Any] | None = None, *, validated: bool = False, **settings: Any
+    make: Callable[[], Net],
+    loader: DataLoader[Any] | None = None,
+    *,
+    validated: bool = False,
+    max_setup_seconds: Any = "auto",
+    **settings: Any,
 ) -> Any:
     """Train four batches, and return what was predicted and measured, without what was allocated before."""
-    held, peak, guard = torch.cuda.memory_allocated(), Peak(), MemGuard(mode="check", learn=False)
+    held, peak = torch.cuda.memory_allocated(), Peak()
+    guard = MemGuard(mode="check", learn=False, max_setup_seconds=max_setup_seconds)
     module = make()
     torch.cuda.reset_peak_memory_stats()
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
@@ -183,6 +197,7 @@ TRAININGS: dict[str, Callable[[], Any]] = {
     "manual": lambda: fit(Manual, precision="bf16-mixed"),
     "asking": asking,
     "pinned": lambda: fit(Net, DataLoader(data(pinned=True), 64, num_workers=2, pin_memory=True)),
+    "compiled": lambda: fit(Compiled, max_setup_seconds=300.0),
     "on the GPU": lambda: fit(lambda: Net().cuda()),
     "validated": lambda: fit(Net, validated=True),
     "convolutions": lambda: fit(Convolutions, precision="bf16-mixed"),
