@@ -403,7 +403,7 @@ def _divided(cut: Choice, profile: RunProfile, settings: GuardSettings) -> Choic
     if not why_not:
         effective = asked * request.accumulate_grad_batches * request.ranks
         try:
-            kept = replace(profile.accumulating(), request=replace(request, keep_effective_batch_size=effective))
+            kept = replace(_accumulating(profile), request=replace(request, keep_effective_batch_size=effective))
             divided, chosen = _own_choice(kept, settings)
         except DoesNotFitError:
             why_not = "accumulated gradients do not fit either"
@@ -417,6 +417,18 @@ def _divided(cut: Choice, profile: RunProfile, settings: GuardSettings) -> Choic
             return replace(divided, limited_by=decision.limited_by), replace(chosen, request=request)
     because = f"{asked} samples do not fit, and each optimizer step sees {decision.batch_size}: {why_not}"
     return replace(decision, because=because), chosen
+
+
+def _accumulating(profile: RunProfile) -> RunProfile:
+    """Return the profile of the run with accumulated gradients; if they cannot be captured, they come on top."""
+    try:
+        return profile.accumulating()
+    except MemGuardError as error:
+        trained = (each for each in profile.run.program.module.parameters() if each.requires_grad)
+        nbytes = sum(each.numel() * each.element_size() for each in trained)
+        note = f"accumulated gradients were not captured ({error}), and count on top of the step's own"
+        extra = {**profile.extra, "gradients": profile.extra.get("gradients", 0) + nbytes}
+        return replace(profile, extra=extra, notes=(*profile.notes, note))
 
 
 _MULTIPLE = 8  # which tensor cores are made for

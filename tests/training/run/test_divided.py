@@ -14,7 +14,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memguard import Decision, MemGuard, MemGuardError
+from lightning_memguard.core.capture.capture import OutOfTimeError
 from lightning_memguard.training.run import choose
+from lightning_memguard.training.run.profile import RunProfile
 
 KIB = 1 << 10
 
@@ -115,6 +117,21 @@ def test_a_setup_that_took_its_share_has_more_where_the_batch_does_not_fit(
     fit(guard)
     assert decided(guard).pieces > 1
     assert decided(guard).reason.endswith("600 samples as before.")
+
+
+def test_gradients_that_cannot_be_captured_count_on_top(fit: Fit, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without time for a second capture, each optimizer step sees what it saw."""
+
+    def time_was_up(_: RunProfile) -> RunProfile:
+        raise OutOfTimeError("time was up")
+
+    fit(known := MemGuard(budget=1300 * KIB))
+    monkeypatch.setattr(RunProfile, "accumulating", time_was_up)
+    fit(guard := MemGuard(budget=1300 * KIB))
+    assert decided(guard).reason.endswith("600 samples as before.")
+    assert decided(guard).batch_size <= decided(known).batch_size
+    assert any("count on top" in note for note in decided(guard).notes)
+    assert guard.records[-1].measured.peak_bytes <= guard.records[-1].predicted.highest.device_bytes
 
 
 def test_what_is_said(fit: Fit) -> None:
