@@ -38,13 +38,14 @@ _CONTRACTIONS = {"forward": 58, "input": 63, "weight": 62}
 _CONTRACTION_BYTES, _ACCUMULATOR_BYTES = 400, 4
 _INFO = 3  # cudnnSeverity_t
 
-# Multiprocessors of each graphics processing cluster (GPC), by compute capability and multiprocessors: those that three
-# networks' workspaces on an H100 tell. Chips of one kind differ in them.
-_CLUSTERS = {((9, 0), 132): (18, 18, 18, 18, 18, 16, 16, 10)}
+# Multiprocessors of each graphics processing cluster (GPC), by compute capability and multiprocessors, as cuDNN 9.19
+# measured them on one H100. They are that chip's: others of its kind have other clusters switched off.
+_CLUSTERS = {((9, 0), 132): (18, 18, 16, 16, 16, 16, 16, 8, 2, 2, 2, 2)}
 _MOST_CLUSTERS, _GREATEST_CLUSTER = 24, 18
 
 # By compute capability: multiprocessors, shared memory a block can opt in to (KiB), blocks and threads of a
-# multiprocessor, memory (GiB), level-2 cache (MiB). Of these only the compute capability was seen to move a choice.
+# multiprocessor, memory (GiB), level-2 cache (MiB). Of these only the compute capability was seen to move a choice; on
+# Hopper, the memory's clock does, too.
 _DEVICES = {
     (7, 5): (72, 64, 16, 1024, 24, 6),
     (8, 0): (108, 163, 32, 2048, 40, 40),
@@ -54,6 +55,8 @@ _DEVICES = {
     (10, 0): (148, 227, 32, 2048, 180, 126),
     (12, 0): (170, 99, 24, 1536, 32, 96),
 }
+_MEMORY_KHZ = 2_619_000  # of the H100 whose workspaces were recorded; with the H200's the answers are the same
+_SLOWER_MEMORY_KHZ = {114: 1_593_000}  # by multiprocessors: the H100 PCIe
 
 
 class _CudnnError(Exception):
@@ -156,7 +159,7 @@ def _properties(capability: tuple[int, int], multiprocessors: int) -> dict[str, 
         "smClockRateKHz": 1_700_000,
         "l2CacheSize": cache << 20,
         "maxBlockSize": [1024, 1024, 64],
-        "memClockRateKHz": 5_000_000,
+        "memClockRateKHz": _SLOWER_MEMORY_KHZ.get(multiprocessors, _MEMORY_KHZ),
         "maxGridSize": [2_147_483_647, 65535, 65535],
         "supportCoopLaunch": 1,
         "pciDeviceId": 0,

@@ -81,6 +81,7 @@ def test_a_turing_gpus_workspaces_are_those_that_were_recorded(operation, nbytes
 @pytest.mark.parametrize(
     ("operation", "image", "weight", "nbytes"),
     [
+        ("forward", (128, 128, 48, 48), (128, 128, 3, 3), 308_871_635),
         ("forward", (128, 512, 12, 12), (512, 512, 3, 3), 100_664_051),
         ("forward", (128, 512, 6, 6), (512, 512, 3, 3), 36_176_623),
         ("input", (128, 512, 6, 6), (512, 512, 3, 3), 28_311_568),
