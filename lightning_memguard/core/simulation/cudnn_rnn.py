@@ -65,8 +65,8 @@ def _forward(given: Mapping[str, Any]) -> tuple[Any, ...]:
     directions = 2 if given["bidirectional"] else 1
     width = (given["proj_size"] or given["hidden_size"]) * directions
     output = _like(given, width)
-    cells, bytes_of_cell = math.prod(x.shape[:-1]), given["hidden_size"] * directions * x.element_size()
-    kept = reserve_bytes(given["mode"], cells, hx.shape[1], bytes_of_cell, given["num_layers"])
+    cells, hidden, dropout = math.prod(x.shape[:-1]), given["hidden_size"] * directions, given["dropout"] > 0
+    kept = reserve_bytes(given["mode"], cells, hidden, given["num_layers"], x.element_size(), dropout=dropout)
     reserve = x.new_empty((kept if given["train"] else 0,), dtype=torch.uint8)
     cy = x.new_empty((0,)) if cx is None else cx.new_empty(cx.shape)
     return output, hx.new_empty(hx.shape), cy, reserve, given["weight_buf"]

@@ -167,17 +167,53 @@ def test_the_reserve_grows_with_samples_and_layers_and_lives_until_the_backward_
     assert reserve(SAMPLES, 2) > reserve(2 * SAMPLES, 1) > 1.9 * reserve(SAMPLES, 1)
 
 
-def test_an_lstms_spaces_are_those_of_a_recorded_one() -> None:
-    """Two layers of 650 with dropout, 64 sequences of 128, on an H100 (`benchmarks/recordings/h100.json.gz`)."""
-    assert reserve_bytes(LSTM, 64 * 128, 64, 650 * 4, 2) == 234_957_056
+@pytest.mark.parametrize(
+    ("mode", "layers", "hidden", "itemsize", "dropout", "nbytes"),
+    [
+        (LSTM, 2, 650, 4, True, 234_957_056),
+        (LSTM, 2, 650, 4, False, 234_291_456),
+        (LSTM, 2, 650, 2, True, 117_811_456),
+        (LSTM, 3, 2 * 256, 4, False, 285_212_928),
+        (3, 2, 650, 4, False, 276_889_856),
+        (1, 3, 2 * 650, 4, False, 212_992_256),
+    ],
+)
+def test_a_reserve_is_that_of_a_measured_layer(mode, layers, hidden, itemsize, dropout, nbytes) -> None:
+    """64 sequences of 128 steps on an H100, in both directions where the hidden size is doubled."""
+    assert reserve_bytes(mode, 64 * 128, hidden, layers, itemsize, dropout=dropout) == nbytes
     assert dropout_state_bytes(CudaTarget((9, 0), 132)) == 6_488_064
+
+
+@pytest.mark.parametrize(
+    ("layer", "samples", "likely", "off"),
+    [
+        (nn.LSTM(512, 650), 64, 145_411_392, 0),
+        (nn.LSTM(512, 650, 3, bidirectional=True), 64, 482_568_832, 0),
+        (nn.LSTM(512, 650, 2, dropout=0.2), 16, 79_357_504, 0),
+        (nn.LSTM(512, 256, 2), 64, 92_144_384, 0.02),
+        (nn.GRU(512, 650, 2), 64, 139_619_616, 0.02),
+        (nn.GRU(512, 256, 3), 64, 100_860_672, 0.02),
+        (nn.RNN(512, 256, 2, bidirectional=True), 64, 281_805_568, 0.06),
+    ],
+    ids=str,
+)
+def test_a_workspace_is_that_of_a_measured_layer(layer, samples, likely, off) -> None:
+    """Sequences of 128 steps on an H100."""
+    with tensors(fake=True, gpu=H200):
+        recorder = Recorder("cuda", kernel_target=H200.kernel_target)
+        x = torch.empty(128, samples, 512, device="cuda")
+        with watching(recorder, layer):
+            layer.to("cuda")(x)
+    sizes = [e.nbytes for e in recorder.trace(samples, "fake") if e.part == "workspaces" and e.action == "alloc"]
+    assert any(abs(size / likely - 1) <= off for size in sizes), sizes
 
 
 def test_what_the_recorded_backward_pass_takes_is_taken() -> None:
     """Copies of what has samples first, twice the workspace, zeros for the states' gradients; no second reserve."""
     trace = steps(nn.LSTM(FEATURES, HIDDEN, batch_first=True))
     x, state, weights = TIMES * SAMPLES * FEATURES * 4, SAMPLES * HIDDEN * 4, 4 * HIDDEN * (FEATURES + HIDDEN + 2) * 4
-    workspace, output = TIMES * SAMPLES * HIDDEN * 5 * 4, TIMES * SAMPLES * HIDDEN * 4
+    output = TIMES * SAMPLES * HIDDEN * 4
+    workspace = 5 * output + x + 10 * state + weights - 8 * HIDDEN * 4 + (8 << 20) + 8 * SAMPLES + 256  # no bias
     found = [e.nbytes for e in taken(trace, "_cudnn_rnn_backward") if e.case in ("", "point")]
     states = [x, state, state]
     assert found == [*states, state, state, x, output, workspace, weights, state, state, x, workspace]
@@ -277,4 +313,3 @@ def test_packed_in_the_step_all_samples_are_taken_to_be_as_long_as_the_longest(k
     model = kind(FEATURES, HIDDEN, batch_first=True)
     found = estimate(model, torch.ones(SAMPLES, TIMES, FEATURES), step=step, device="NVIDIA H200")
     assert found.method == "worst-case"
-    assert not any("largest result" in note for note in found.notes), "too few bytes for a note"
