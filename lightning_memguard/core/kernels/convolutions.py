@@ -30,8 +30,8 @@ def _workspace(operation: cudnn.Operation, call: CudaCall) -> Block:
     """
     x, weight, gpu = call["input"], call["weight"], call.target
     channels_last = _takes_channels_last(x, weight)
-    if _is_depthwise(call) and not channels_last:
-        return 0  # `use_cudnn_depthwise` (aten/src/ATen/native/Convolution.cpp): a kernel of PyTorch's own
+    if _has_own_kernel(call, channels_last):
+        return 0
     in_forward = operation == "forward"
     y = call.result if in_forward else call.first
     if call["transposed"]:
@@ -84,6 +84,32 @@ def _is_depthwise(call: CudaCall) -> bool:
     return bool(grouped and x.dim() in (4, 5) and not call["transposed"])
 
 
+def _has_own_kernel(call: CudaCall, channels_last: bool) -> bool:
+    """Whether a kernel of PyTorch's own runs: `use_cudnn_depthwise` (aten/src/ATen/native/Convolution.cpp)."""
+    return _is_depthwise(call) and not channels_last and not _is_fast_in_cudnn(call)
+
+
+def _is_fast_in_cudnn(call: CudaCall) -> bool:
+    """`check_cudnn_depthwise_workload_with_filter` (Convolution.cpp): float16 images of 32 channels or more."""
+    x, window = call["input"], tuple(call["weight"].shape[-2:])
+    is_half = str(x.dtype) == "torch.float16" and call.target.compute_capability >= (7, 0)
+    if not is_half or x.dim() != 4 or x.shape[1] < 32 or set(call["dilation"]) != {1}:
+        return False
+    stride = in_image(call["stride"], x, 1)
+    if x.shape[2] == 1 and stride[1] == 1:
+        return True
+    if stride not in ((1, 1), (2, 2)) or window not in ((1, 1), (3, 3), (5, 5)) or x.shape[3] < 7:
+        return False
+    return stride == (1, 1) or _is_fast_at_stride_2(x, window[0])
+
+
+def _is_fast_at_stride_2(x: Tensor, window: int) -> bool:
+    images, channels, _, columns = x.shape
+    if window == 1:
+        return columns <= 28 if images == 1 else images <= 16 and channels >= 128 and columns <= 7
+    return images == 1 or channels >= 512 or (channels >= 256 and columns >= 28)
+
+
 @RULES.of("convolution")
 def _convolution(call: CudaCall) -> Scratch:
     """`cudnn_convolution_forward` (aten/src/ATen/native/cudnn/ConvShared.cpp): input and weight in one layout."""
@@ -105,7 +131,7 @@ def _convolution_backward(call: CudaCall) -> Scratch:
     if x.dim() < 3 or not x.numel():
         return NONE
     channels_last = _takes_channels_last(x, weight)
-    depthwise = not channels_last and _is_depthwise(call)
+    depthwise = _has_own_kernel(call, channels_last)
     held = (_copy_bytes(grad, channels_last), _copy_bytes(x, channels_last) if mask[1] or depthwise else 0)
     stages: list[tuple[Block, ...]] = []
     if mask[0]:

@@ -30,12 +30,14 @@ _TENSOR_CORE, _DOWN_CONVERT, _NONDETERMINISTIC = 0, 1, 4  # cudnnBackendNumerica
 _HEURISTIC_MODES = (0, 3)  # instant, and the fallback list
 _KIB = 1 << 10
 
-# Engines that run a 1x1 convolution as one tensor contraction, the same in cuDNN 9.8 to 9.26. The heuristics name them
-# without a device, but only a device tells whether they run, so the list comes without them: they are in the messages
-# alone. On an H100 (cuDNN 9.19), all 29 convolutions of a ResNet-50 for which they are named first ran so, and none of
-# seven others: with no workspace or the tensors' three descriptors; a weight's gradient with one for each image.
+# Engines that the heuristics name without a device, but only a device tells whether they run, so the list comes without
+# them: they are in the messages alone. Their numbers are the same in cuDNN 9.8 to 9.26. On an H100 (cuDNN 9.19) they
+# ran wherever they are named first: one for 1x1 convolutions as a tensor contraction, one for each channel apart, which
+# takes no workspace.
 _CONTRACTIONS = {"forward": 58, "input": 63, "weight": 62}
-_CONTRACTION_BYTES, _ACCUMULATOR_BYTES = 400, 4
+_OF_CHANNELS = {"forward": 5, "input": 6}
+_CONTRACTION_BYTES, _ACCUMULATOR_BYTES = 400, 4  # at most three descriptors of tensors; float32
+_TILE, _SMALL_TILE, _STEP, _MANY_CHANNELS = 128, 64, 64, 1024
 _INFO = 3  # cudnnSeverity_t
 
 # Multiprocessors of each graphics processing cluster (GPC), by compute capability and multiprocessors, as cuDNN 9.19
@@ -140,12 +142,19 @@ def _set_clusters(device: _Descriptor, clusters: Sequence[int]) -> None:
             return
 
 
+def _like(capability: tuple[int, int]) -> tuple[int, ...]:
+    return _DEVICES[max((known for known in _DEVICES if known <= capability), default=(7, 5))]
+
+
+def _multiprocessors(capability: tuple[int, int], known: int) -> int:
+    return known or _like(capability)[0]
+
+
 def _properties(capability: tuple[int, int], multiprocessors: int) -> dict[str, object]:
-    nearest = max((known for known in _DEVICES if known <= capability), default=(7, 5))
-    usual, shared, blocks, threads, memory, cache = _DEVICES[nearest]
+    _, shared, blocks, threads, memory, cache = _like(capability)
     return {
         "deviceVer": capability[0] * 100 + capability[1] * 10,
-        "multiProcessorCount": multiprocessors or usual,
+        "multiProcessorCount": _multiprocessors(capability, multiprocessors),
         "warpSize": 32,
         "maxSharedMemoryPerBlock": 48 * _KIB,
         "maxSharedMemoryPerBlockOptin": shared * _KIB,
@@ -249,24 +258,54 @@ def _listen(_severity: int, _data: int, _origin: int, message: int) -> None:
 _LISTENER = ctypes.CFUNCTYPE(None, ctypes.c_int, _POINTER, _POINTER, _POINTER)(_listen)
 
 
-def _contraction(asked: dict[str, Any], graph: _Descriptor, device: _Descriptor) -> list[int]:
-    """The workspace of a tensor contraction if it is named before all configurations that can be checked; else none."""
-    library, engine = _Descriptor.library, _CONTRACTIONS[asked["operation"]]
-    on_tensor_cores = asked["kind"] == "float32" and tuple(asked["capability"]) >= (8, 0)
-    if math.prod(asked["weight"][2:]) > 1 or (on_tensor_cores and not asked["tf32"]):
-        return []
-    heuristics, first = _heuristics(graph, device, _HEURISTIC_MODES[0]), _Descriptor(_CONFIGURATION)
+def _named_first(graph: _Descriptor, device: _Descriptor, engine: int) -> bool:
+    """Whether an engine is named before all configurations that can be checked."""
+    library, first = _Descriptor.library, _Descriptor(_CONFIGURATION)
+    heuristics = _heuristics(graph, device, _HEURISTIC_MODES[0])
     _heard.clear()
     library.cudnnSetCallback(1 << _INFO, None, _LISTENER)
     try:
         heuristics.read(202, _A_DESCRIPTOR, (_POINTER * 1)(first.pointer))
     finally:
         library.cudnnSetCallback(0, None, _LISTENER)
-    if not any(b'"engineId":%d,' % engine in line for line in _heard):
+    return any(b'"engineId":%d,' % engine in line for line in _heard)
+
+
+def _unlisted(asked: dict[str, Any], graph: _Descriptor, device: _Descriptor) -> list[int]:
+    """The workspace of an engine that is not in the list, if it is the first one; else none."""
+    operation, on_tensor_cores = asked["operation"], asked["kind"] != "float32" or asked["tf32"]
+    if asked["x"][1] != asked["weight"][1]:
+        is_first = operation in _OF_CHANNELS and _named_first(graph, device, _OF_CHANNELS[operation])
+        return [0] if is_first else []
+    if math.prod(asked["weight"][2:]) > 1 or not (on_tensor_cores or tuple(asked["capability"]) < (8, 0)):
         return []
-    # With channels last, the pixels of all images are one dimension: there is no gradient for each.
-    images = 0 if asked["channels_last"] or asked["operation"] != "weight" else asked["x"][0]
-    return [_CONTRACTION_BYTES + images * math.prod(asked["weight"]) * _ACCUMULATOR_BYTES]
+    if not _named_first(graph, device, _CONTRACTIONS[operation]):
+        return []
+    return [_CONTRACTION_BYTES + _accumulators(asked) * _ACCUMULATOR_BYTES]
+
+
+def _accumulators(asked: dict[str, Any]) -> int:
+    """Sums that a contraction keeps apart: the weight's gradients of all images; with channels last, parts of them.
+
+    With channels last, pixels of all images are one dimension. A gradient is divided along it, such that its tiles fill
+    the multiprocessors: twice in float32. A product over many channels is divided in two where its last tiles fill them
+    in part. That is what 18 shapes took in float32 on an H100; five in float16 took up to a third more or less.
+    """
+    operation, (out, channels) = asked["operation"], asked["weight"][:2]
+    single = asked["kind"] == "float32"
+    pixels = asked["y"][0] * math.prod(asked["y"][2:])
+    multiprocessors = _multiprocessors(tuple(asked["capability"]), asked["multiprocessors"])
+    if not asked["channels_last"]:
+        return asked["x"][0] * out * channels if operation == "weight" else 0
+    if operation == "weight":
+        sides = [(side, _TILE if side >= _TILE else _SMALL_TILE) for side in (out, channels)]
+        tiles = math.prod(-(-side // tile) for side, tile in sides)
+        parts = min(multiprocessors * (2 if single else 1) // tiles, -(-pixels // _STEP))
+        return parts * tiles * math.prod(tile for _, tile in sides) if parts > 1 else 0
+    if operation == "forward" and single and channels >= _MANY_CHANNELS:
+        tiles = -(-pixels // _TILE) * -(-out // _TILE)
+        return 2 * (tiles % multiprocessors) * _TILE**2 if tiles > multiprocessors else 0
+    return 0
 
 
 def workspaces(asked: dict[str, Any]) -> list[int]:
@@ -277,7 +316,7 @@ def workspaces(asked: dict[str, Any]) -> list[int]:
     if asked["kind"] == "float32" and not asked["tf32"]:
         refused.add(_TENSOR_CORE)
     graph, device = _graph(asked), _device(tuple(asked["capability"]), asked["multiprocessors"])
-    found = _contraction(asked, graph, device)
+    found = _unlisted(asked, graph, device)
     for configuration in _configurations(graph, device):
         try:
             if refused & _notes(configuration):
