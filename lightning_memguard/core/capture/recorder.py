@@ -186,6 +186,15 @@ class Recorder(Storages, TorchDispatchMode):
         """Note that what torch.compile makes of the step runs as CUDA graphs, which keep memory to themselves."""
         self.assume(_GRAPHS)
 
+    def room_below_peak(self) -> int:
+        """How much less is allocated than was before: what torch.compile's copies may take."""
+        now = peak = 0
+        for row in self.rows:
+            if row.case != "high":
+                now += row.change
+                peak = max(peak, now)
+        return peak - now
+
     def pooled(self, call: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """Return a compiled program that runs with its blocks known as those of the pool that CUDA graphs share."""
 

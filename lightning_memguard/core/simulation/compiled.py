@@ -29,6 +29,7 @@ from torch.autograd.function import BackwardCFunction
 from lightning_memguard.core import torch_port as port
 from lightning_memguard.core.foreign import added, patched
 from lightning_memguard.core.foreign import aten as _aten
+from lightning_memguard.core.gpus import Gpu
 from lightning_memguard.core.isolation.pool import beat
 from lightning_memguard.core.simulation import compiled_cuda, fake_cuda
 from lightning_memguard.core.simulation.backward import release_saved
@@ -123,6 +124,40 @@ class _NoKernel:
         return self
 
 
+class _Timed(_NoKernel):
+    """A kernel of which the first call tries several ways to run it (`benchmark_all_configs` in triton_heuristics.py).
+
+    Each is timed between writes to a buffer as large as the GPU's cache, on copies of what the kernel changes.
+    """
+
+    def __init__(self, source: str, gpu: Gpu, watcher: Watcher) -> None:
+        self._untried = compiled_cuda.ways_to_run(source)
+        self._changed, self._spares = compiled_cuda.changed_arguments(source)
+        self._cache_bytes, self._watcher = compiled_cuda.timing_bytes(gpu.kernel_target), watcher
+
+    def run(self, *args: object, **_: object) -> None:
+        ways, self._untried = self._untried, 0
+        if ways < 2:
+            return
+        changed = [arg for place, arg in enumerate(args) if place in self._changed and isinstance(arg, Tensor)]
+        room = self._watcher.room_below_peak() if self._spares else None
+        for _way in range(ways):
+            self._copied(changed, room)
+            buffer = torch.empty(self._cache_bytes, dtype=torch.uint8, device="cuda")
+            self._copied(changed, room)
+            del buffer
+
+    __call__ = run
+
+    def _copied(self, changed: Sequence[Tensor], room: int | None) -> None:
+        """Copy what there is room for; the rest is copied to the host (`copy_args_to_cpu_if_needed`)."""
+        copies = []
+        for arg in changed:
+            if room is None or arg.nbytes <= room:
+                room = None if room is None else room - arg.nbytes
+                copies.append(torch.empty_strided(arg.size(), arg.stride(), dtype=arg.dtype, device=arg.device))
+
+
 # What `AsyncCompile` makes kernels with; a version of torch has those it knows.
 COMPILERS = ("cpp", "cpp_pybinding", "triton", "multi_kernel", "size_hint_multi_kernel", "halide", "cuda", "cutlass")
 
@@ -153,6 +188,9 @@ class Watcher(Protocol):
 
     def note_graphs(self) -> None:
         """Something is compiled whose kernels would be recorded as CUDA graphs."""
+
+    def room_below_peak(self) -> int:
+        """How much less is allocated than was before."""
 
     def pooled(self, call: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """Return a compiled program that is watched while it runs."""
@@ -193,7 +231,7 @@ def compiling(watcher: Watcher) -> Iterator[None]:
         if share_saved() < 1 and functorch.activation_memory_budget_runtime_estimator == "profile":
             watcher.assume(_BY_FLOPS)
             exits.enter_context(functorch.patch(activation_memory_budget_runtime_estimator="flops"))
-        patches = (*_without_kernels(), *_in_memory(watcher.pooled), *_through_dispatch(), *_when_walked())
+        patches = (*_without_kernels(watcher, gpu), *_in_memory(watcher.pooled), *_through_dispatch(), *_when_walked())
         for home, name, instead in (*patches, _without_timing(watcher, always)):
             exits.enter_context((added if name == "open" else patched)(home, **{name: instead}))
         exits.enter_context(_drawing_again(type(watcher)))
@@ -207,12 +245,17 @@ def compiling(watcher: Watcher) -> Iterator[None]:
 _Patch = tuple[Any, str, Any]
 
 
-def _without_kernels() -> Iterator[_Patch]:
+def _without_kernels(watcher: Watcher, gpu: Gpu | None) -> Iterator[_Patch]:
     """Patch the compilers: no kernel is compiled, and no test program either."""
     compiler = importlib.import_module("torch._inductor.async_compile").AsyncCompile
     for name in COMPILERS:
         if hasattr(compiler, name):
             yield compiler, name, lambda *_, **__: _NoKernel()
+
+    def triton(_: object, __: str, source: str, *___: object, **____: object) -> _NoKernel:
+        return _Timed(source, gpu, watcher) if gpu else _NoKernel()
+
+    yield compiler, "triton", triton
     yield compiler, "wait", lambda *_: None
     yield importlib.import_module("torch._inductor.cpu_vec_isa").VecISA, "check_build", lambda *_: True
 

@@ -7,7 +7,10 @@ in torch's compiler is not put back everywhere (it caches answers), so all of it
 
 from __future__ import annotations
 
+import ast
 import importlib
+import math
+import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -49,6 +52,32 @@ def compiling_for(gpu: Gpu) -> Iterator[None]:
 def timing_bytes(target: object) -> int:
     """Return what the first step takes to time its kernels: a buffer as large as the GPU's cache (`benchmark_gpu`)."""
     return _CACHE_MIB.get(target.compute_capability, 6) << 20 if isinstance(target, CudaTarget) else 0
+
+
+def ways_to_run(source: str) -> int:
+    """How many ways to run a kernel are timed, of which only those that write each element have several.
+
+    `pointwise` in torch/_inductor/runtime/triton_heuristics.py.
+    """
+    head = re.search(r"@triton_heuristics\.pointwise\(\s*size_hints=(\{[^}]*\})", source)
+    if head is None or "'autotune_pointwise': False" in source:
+        return 1
+    sizes = ast.literal_eval(head[1])
+    if len(sizes) == _IMAGE_DIMS:
+        return 1 if "TileHint.SQUARE" in source else 6
+    return 2 if len(sizes) == 1 and math.prod(sizes.values()) > _LEAST_TIMED else 1
+
+
+_IMAGE_DIMS, _LEAST_TIMED = 2, 128
+
+
+def changed_arguments(source: str) -> tuple[set[int], bool]:
+    """Places of the arguments that a kernel changes, and whether copies of them may not raise the peak."""
+    names = re.search(r"'mutated_arg_names': \[([^\]]*)\]", source)
+    line = re.search(r"^def \w+\(([^)]*)\)", source, re.MULTILINE)
+    changed = set(re.findall(r"\w+", names[1])) if names else set()
+    arguments = [part.split(":")[0].strip() for part in line[1].split(",")] if line else []
+    return {place for place, name in enumerate(arguments) if name in changed}, "'optimize_mem': False" not in source
 
 
 _CACHE_MIB = {(8, 0): 40, (8, 9): 96, (9, 0): 50, (10, 0): 126, (12, 0): 128}  # L2, of the largest GPU
