@@ -274,7 +274,7 @@ def _named_first(graph: _Descriptor, device: _Descriptor, engine: int) -> bool:
 def _unlisted(asked: dict[str, Any], graph: _Descriptor, device: _Descriptor) -> list[int]:
     """The workspace of an engine that is not in the list, if it is the first one; else none."""
     operation, on_tensor_cores = asked["operation"], asked["kind"] != "float32" or asked["tf32"]
-    if asked["x"][1] != asked["weight"][1]:
+    if asked["weight"][1] == 1 < asked["x"][1]:
         is_first = operation in _OF_CHANNELS and _named_first(graph, device, _OF_CHANNELS[operation])
         return [0] if is_first else []
     if math.prod(asked["weight"][2:]) > 1 or not (on_tensor_cores or tuple(asked["capability"]) < (8, 0)):

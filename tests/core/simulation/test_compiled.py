@@ -23,6 +23,7 @@ from lightning_memguard import estimate
 from lightning_memguard.core import gpus
 from lightning_memguard.core.capture.curve import Curve, Terms
 from lightning_memguard.core.capture.predict import Prediction, Surveyor
+from lightning_memguard.core.capture.recorder import Recorder
 from lightning_memguard.core.decision.decision import Budget, Request
 from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.core.simulation import compiled, compiled_cuda
@@ -305,6 +306,47 @@ def test_a_process_that_is_not_a_child_compiles_for_no_gpu():
     found = gpus.find(GPU)
     with pytest.raises(CannotTraceError, match="in a child process only"), compiling_for(found):
         pass
+
+
+HEAD = """
+@triton_heuristics.pointwise(
+    size_hints={sizes}, {hint}
+    inductor_meta={{'mutated_arg_names': ['in_out_ptr0'], 'optimize_mem': {spares}}},
+)
+@triton.jit
+def triton_poi_fused_0(in_ptr0, in_out_ptr0, xnumel, XBLOCK : tl.constexpr):
+    pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("sizes", "hint", "ways"),
+    [
+        ({"x": 4096}, "", 2),
+        ({"x": 64}, "", 1),
+        ({"y": 64, "x": 64}, "", 6),
+        ({"y": 64, "x": 64}, "tile_hint=TileHint.SQUARE,", 1),
+        ({"z": 8, "y": 64, "x": 64}, "", 1),
+    ],
+)
+def test_a_kernel_is_timed_in_as_many_ways_as_inductor_knows(sizes, hint, ways):
+    source = HEAD.format(sizes=sizes, hint=hint, spares=False)
+    assert compiled_cuda.ways_to_run(source) == ways
+    assert compiled_cuda.ways_to_run(source.replace("pointwise", "reduction")) == 1
+    assert compiled_cuda.changed_arguments(source) == ({1}, False)
+
+
+@pytest.mark.parametrize("spares", [False, True])
+def test_the_first_call_of_a_kernel_is_timed_on_copies_of_what_it_changes(spares):
+    """In the backward pass there are copies only while more was allocated before."""
+    gpu, source = gpus.find("NVIDIA H200"), HEAD.format(sizes={"x": 4096}, hint="", spares=spares)
+    with simulated_cuda(gpu), FakeCudaMode(), Recorder("cuda", kernel_target=gpu.kernel_target) as recorder:
+        kernel = compiled._Timed(source, gpu, recorder)
+        x, changed = torch.empty(MIB, device="cuda"), torch.empty(MIB, device="cuda")
+        for _ in range(2):
+            kernel.run(x, changed, MIB, stream=0)
+    sizes = [row.nbytes // MIB for row in recorder.trace(1, "fake") if row.action == "alloc"]
+    assert sizes == [4, 4, 50, 50] if spares else sizes == [4, 4, *2 * [4, 50, 4]]
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="a build with CUDA knows")
