@@ -20,6 +20,13 @@ pytestmark = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def no_earlier_peak() -> None:
+    """Let PyTorch's counters show this test's peak: MemGuard does not reset them."""
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+
+
 def peak_of(snapshot: Path) -> int:
     """The most bytes that were asked for and not given back, in a snapshot's own trace."""
     live, sizes, peak = 0, {}, 0
