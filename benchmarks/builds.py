@@ -1,7 +1,8 @@
 """Predict the zoo for CUDA with this build of torch, or compare the predictions of two builds.
 
 A CPU-only build must predict for CUDA exactly what a CUDA build does, case by case. Neither needs a GPU. Both take
-cuDNN's workspaces from the package's table here, as a CPU-only build does: a CUDA build would ask its own cuDNN.
+cuDNN's workspaces from the package's table here, as a CPU-only build does: a CUDA build would ask its own cuDNN. And
+both take what operators allocate inside as one version of torch does (`RULES_OF`): versions differ in it.
 
     python benchmarks/builds.py --write cpu.json        # in the environment with the CPU-only build
     python benchmarks/builds.py --compare cpu.json      # in the environment with the CUDA build
@@ -22,6 +23,7 @@ from torch.utils.data import DataLoader
 import compiled
 from lightning_memguard import estimate
 from lightning_memguard.core import gpus
+from lightning_memguard.core import torch_port as port
 from lightning_memguard.core.capture.predict import predict
 from lightning_memguard.core.kernels import cudnn
 from lightning_memguard.core.replay.footprint import Footprint
@@ -32,6 +34,7 @@ from shared.zoo import CASES, Case
 
 GPU = "NVIDIA H200"
 PRECISIONS = ("32-true", "bf16-mixed")
+RULES_OF = (2, 13)
 LIMIT = 1.0  # percent
 
 
@@ -72,7 +75,11 @@ def main() -> int:
     parser.add_argument("--compiled", action="store_true", help="compiled models in place of the zoo")
     arguments = parser.parse_args()
     quieten()
-    with mock.patch.object(cudnn, "workspaces", return_value=None):
+    asked, rules = (
+        mock.patch.object(cudnn, "workspaces", return_value=None),
+        mock.patch.object(port, "VERSION", RULES_OF),
+    )
+    with asked, rules:
         mine = predict_compiled() if arguments.compiled else predict_all()
     if arguments.write:
         arguments.write.write_text(json.dumps({"torch": torch.__version__, "peaks": mine}), encoding="utf-8")
