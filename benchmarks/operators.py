@@ -1,4 +1,4 @@
-"""What single operators allocate inside, forward and backward: predicted, and recorded by the CUDA allocator itself.
+"""Scratch of single operators, forward and backward: predicted, and recorded by the CUDA allocator itself.
 
 Each call of `shared/operator_calls.py` runs under PyTorch's recorded memory history, and on fake tensors under the
 recorder. Their peaks are compared, and their allocations in order: of how many bytes, and with how many allocated after
@@ -44,7 +44,7 @@ class Events(NamedTuple):
 
 
 WORKSPACES = (32 << 20, 8_519_680, 1 << 20)
-"""Those of cuBLAS and cublasLt, which some versions take for every product and give back at once."""
+"""Workspaces of cuBLAS and cublasLt, which some versions take for every product and give back at once."""
 
 
 def events_of(changes: Sequence[int]) -> Events:
@@ -141,7 +141,7 @@ def _nothing() -> None:
 
 
 def answers(work: Callable[[Call], Answer], count: int, prepare: Callable[[], object] = _nothing) -> list[Answer]:
-    """What a function answers for every call; where its process ends, another goes on behind that call."""
+    """A function's answers for every call; where its process ends, another goes on behind that call."""
     got: list[Answer] = []
     context = multiprocessing.get_context("fork")
     while len(got) < count:

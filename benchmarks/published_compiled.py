@@ -371,7 +371,7 @@ def setting(variable: str, value: str) -> Iterator[None]:
 
 
 class Row(NamedTuple):
-    """What predicts it, whether the figures are reserved memory, and they: as written and as compiled, in MiB."""
+    """A published row: its prediction, whether figures are reserved memory, and they: as written, compiled; in MiB."""
 
     predict: Callable[..., Footprint]
     reserved: bool

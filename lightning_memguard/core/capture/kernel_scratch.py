@@ -153,17 +153,21 @@ class KernelScratch:
 
     def _open_cublas(self, operator: str, kernel_target: CudaTarget, *, uses_lt: bool) -> None:
         """Forward and backward pass run in different threads, each with a cuBLAS handle and its workspace."""
-        in_backward, lt = graph_task() != -1, table.cublas_lt(os.environ)
-        nbytes = table.cublas_workspace_bytes(kernel_target.compute_capability, os.environ)
+        in_backward, capability = graph_task() != -1, kernel_target.compute_capability
         if not table.keeps_workspaces():
-            self._storages.take_for_a_moment(lt.nbytes if uses_lt else nbytes, "workspaces")
+            own = (
+                table.cublas_lt(os.environ).nbytes if uses_lt else table.cublas_workspace_bytes(capability, os.environ)
+            )
+            self._storages.take_for_a_moment(own, "workspaces")
             return
         if in_backward not in self._cublas:
             self._cublas.add(in_backward)
+            nbytes = table.cublas_workspace_bytes(capability, os.environ)
             if nbytes:
                 self._storages.take(nbytes, operator, "workspaces")
         if uses_lt and in_backward not in self._cublas_lt:
             self._cublas_lt.add(in_backward)
+            lt = table.cublas_lt(os.environ)
             if lt.is_sure and lt.nbytes:
                 self._storages.take(lt.nbytes, operator, "workspaces")
             else:

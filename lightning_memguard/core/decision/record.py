@@ -176,5 +176,5 @@ class EpochRecord:
 
 
 def _order(measured: Measured) -> tuple[int, int]:
-    """What makes a peak the higher one: of two with the same reserved bytes, the one whose context was seen."""
+    """Sort key of peaks: of two with the same reserved bytes, the one whose context was seen is higher."""
     return measured.peak_reserved_bytes or measured.peak_bytes, measured.peak_bytes

@@ -142,7 +142,7 @@ class _AllocatorGauge(_Gauge):
 
 
 class _Highest:
-    """The highest value of one of PyTorch's peaks from now on, whoever resets it."""
+    """The highest value of one of PyTorch's peaks from now on, even if it is reset."""
 
     def __init__(self, counter: int) -> None:
         self._hides_below, self._highest = counter, 0

@@ -106,7 +106,7 @@ def _ask_nvml(gpu: GpuFacts) -> MemoryInfo | None:
 
 
 def _own_bytes(nvml: ModuleType, handle: object) -> int | None:
-    """What NVML names of this process; nothing in containers with process ids of their own, or under WSL."""
+    """Read what NVML names of this process; nothing in containers with process ids of their own, or under WSL."""
     entries = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
     return sum(each.usedGpuMemory for each in entries if each.pid == os.getpid()) or None
 

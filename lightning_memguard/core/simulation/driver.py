@@ -1,9 +1,9 @@
-"""What Python asks of a GPU, answered without its driver: in forked children for good, and while a GPU is simulated.
+"""Answers to what Python asks of a GPU, without its driver: in forked children for good, and while one is simulated.
 
 A process that was forked from one that uses CUDA must not reach the driver: each call raises "initialization error",
 and one in a function of C++ that may not raise ends the process. So the answers are given where Python ends, in place
 of the functions of C++: code that has imported a function of `torch.cuda` by its name gets them too. Below Python,
-PyTorch asks the driver for the current device only if it does not know it, which a child is told
+PyTorch asks the driver for the current device only if it does not know it, so a child sets it
 (`targetDeviceIndex` in c10/cuda/CUDAFunctions.cpp), and for the properties of a device only once (`gpu_of` has).
 """
 

@@ -289,7 +289,7 @@ def test_the_largest_of_long_rows_count_digits_by_block():
 
 
 def test_many_rows_are_counted_twice_over_and_scanned_twice():
-    """What PyTorch 2.11 to 2.15 allocated for it, its kernels left out (`benchmarks/operators.py`)."""
+    """PyTorch 2.11 to 2.15 allocated this, with its kernels left out (`benchmarks/operators.py`)."""
     held = (16, 32, 32, 100_352, 4096, 784, 784)
     taken = rule("topk", (tensor(4, 50_000), 50), [tensor(4, 50), longs(4, 50)]).after
     assert taken == ((*held, 1279), (*held, 1279))
