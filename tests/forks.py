@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import multiprocessing
 import os
 import runpy
@@ -36,6 +37,13 @@ def on_ranks(count: int, work: Callable[..., None], folder: Path) -> None:
     for rank in ranks:
         rank.join(600)
     assert [rank.exitcode for rank in ranks] == [0] * count
+
+
+def of_both_ranks(work: Callable[..., None], folder: Path) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
+    """Run a function on two ranks, and return what each has written to ``rank0.json`` or ``rank1.json``, by name."""
+    on_ranks(2, work, folder)
+    here, there = (json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1))
+    return {name: (here[name], there[name]) for name in here}
 
 
 def _run(rank: int, world: dict[str, str], work: Callable[..., None], folder: Path) -> None:

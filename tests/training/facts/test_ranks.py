@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,7 @@ from lightning_memguard import CannotTraceError, DoesNotFitError
 from lightning_memguard.core.decision.decision import Budget
 from lightning_memguard.training.facts import ranks as ranks_module
 from lightning_memguard.training.facts.ranks import Attempt, Ranks
-from tests.forks import on_ranks
+from tests.forks import of_both_ranks
 from tests.training.facts import two_ranks
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), "OMP_NUM_THREADS": "1"}
@@ -34,12 +32,6 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Seen, Seen
 @pytest.fixture(scope="module")
 def seen_long(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Seen, Seen]]:
     return of_both_ranks(two_ranks.long_main, tmp_path_factory.mktemp("long_ranks"))
-
-
-def of_both_ranks(work: Callable[..., None], folder: Path) -> dict[str, tuple[Seen, Seen]]:
-    on_ranks(2, work, folder)
-    both = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1)]
-    return {name: (both[0][name], both[1][name]) for name in both[0]}
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +20,7 @@ from lightning_memguard.training.adapter.program import LightningProgram
 from lightning_memguard.training.facts.run_facts import read_run_facts
 from lightning_memguard.training.strategies.sharded import Layout
 from lightning_memguard.units import KIB
-from tests.forks import on_ranks
+from tests.forks import of_both_ranks
 from tests.training.strategies import two_shards
 
 USABLE = 1200 * KIB * 0.95
@@ -39,12 +36,6 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Seen, Seen
 @pytest.fixture(scope="module")
 def seen_long(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Seen, Seen]]:
     return of_both_ranks(two_shards.long_main, tmp_path_factory.mktemp("long_shards"))
-
-
-def of_both_ranks(work: Callable[..., None], folder: Path) -> dict[str, tuple[Seen, Seen]]:
-    on_ranks(2, work, folder)
-    here, there = (json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1))
-    return {name: (here[name], there[name]) for name in here}
 
 
 @pytest.mark.parametrize(
