@@ -148,7 +148,7 @@ def _time_to_survey(monkeypatch: pytest.MonkeyPatch) -> None:
 def _no_bytes_besides_tensors(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Small modules under budgets of a few MiB: what a process takes besides would be most of these."""
     if request.path.name != "test_kept_budget.py":
-        monkeypatch.setattr("lightning_memguard.training.run.profile.process_bytes", lambda *_: NOTHING)
+        monkeypatch.setattr("lightning_memguard.training.run.reading.process_bytes", lambda *_: NOTHING)
 
 
 @pytest.fixture(autouse=True)

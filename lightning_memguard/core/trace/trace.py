@@ -236,6 +236,16 @@ class Trace:
         held = rest[: self.held_at], states, found, rest[self.held_at : begins], freed, rest[begins:]
         return replace(self, events=tuple(itertools.chain(*held)), kernels=(), scratch_spans=())
 
+    def alive_between_steps(self, *, gradients: bool) -> Iterator[tuple[str, int]]:
+        """Yield the bytes on the device between two training steps by part, without the module's own."""
+        parts = {"optimizer_state", *OPTIONAL_PARTS, *(["gradients"] if gradients else [])}
+        events = self.only("high").events
+        alive = {event.block: event for event in events if event.action == "alloc" and event.part in parts}
+        for event in events:
+            if event.action == "free":
+                alive.pop(event.block, None)
+        yield from ((event.part, event.nbytes) for event in alive.values())
+
     def _with_blocks(self, place: int, blocks: Collection[tuple[str, int]]) -> Trace:
         if not blocks:
             return self

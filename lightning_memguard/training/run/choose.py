@@ -30,18 +30,9 @@ from lightning_memguard.training.planning.search import largest_that_runs, setti
 from lightning_memguard.training.run.epochs import epoch_of_run
 from lightning_memguard.training.run.freed import trims, with_freed_blocks
 from lightning_memguard.training.run.guard_settings import GuardSettings
-from lightning_memguard.training.run.profile import (
-    MOST_IN_A_BATCH,
-    HandedRun,
-    Reading,
-    Run,
-    RunProfile,
-    RunReader,
-    ValidationRun,
-    profile_of,
-    read_run,
-)
+from lightning_memguard.training.run.profile import MOST_IN_A_BATCH, RunProfile, ValidationRun, profile_of
 from lightning_memguard.training.run.progress import SetupLine
+from lightning_memguard.training.run.reading import HandedRun, Reading, Run, RunReader, read_run
 from lightning_memguard.training.run.setup_seconds import LEAST_SECONDS, MOST_IF_FAST, batches_of, setup_seconds
 from lightning_memguard.units import format_bytes
 
@@ -191,7 +182,9 @@ class Planner:
 
     def _handed_profile(self) -> tuple[RunProfile, HandedRun]:
         profile = self._captured_profile()
-        return profile.detached(), HandedRun.of(profile)
+        return profile.detached(), HandedRun.of(
+            profile.attached_to(profile.run).run
+        )  # on the kinds of batches predicted
 
     def _captured_profile(self) -> RunProfile:
         run = self._known_run

@@ -5,114 +5,37 @@ The data is read, and the steps are captured, in children: whatever the user's c
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import torch
-
-from lightning_memguard.core.batch.batches import Batches
-from lightning_memguard.core.batch.nesting import is_dense, tensors_in
 from lightning_memguard.core.capture.capture import Captures
 from lightning_memguard.core.capture.curve import Curve, Terms
-from lightning_memguard.core.capture.holders import tensors_of
 from lightning_memguard.core.capture.predict import Prediction, Surveyor, predict_largest
 from lightning_memguard.core.capture.recorder import part_bytes
-from lightning_memguard.core.decision.decision import Budget, HostUse, LimitedBy, Request, decide, largest_that, verdict
-from lightning_memguard.core.device.budget import read_budget
-from lightning_memguard.core.device.process import process_bytes
-from lightning_memguard.core.gpus import Gpu
-from lightning_memguard.core.isolation.sending import packed, unpacked
-from lightning_memguard.core.range import NOTHING, Range
+from lightning_memguard.core.decision.decision import Budget, HostUse, LimitedBy, Request, largest_that, verdict
+from lightning_memguard.core.range import Range
 from lightning_memguard.core.replay.epoch import Epoch as CacheEpoch
 from lightning_memguard.core.replay.footprint import Doubt, Footprint, Peak
 from lightning_memguard.core.replay.learned import Learned
-from lightning_memguard.core.replay.settings import AllocatorSettings
-from lightning_memguard.core.simulation.fake import storage_address
-from lightning_memguard.core.simulation.fake_cuda import gpu_of
-from lightning_memguard.core.torch_port import AnyBatchNorm
-from lightning_memguard.core.trace.growth import grow
 from lightning_memguard.core.trace.kept import Kept, fit_kept
-from lightning_memguard.core.trace.trace import OPTIONAL_PARTS, PARTIAL, WORTH_A_NOTE, Note, Trace
+from lightning_memguard.core.trace.trace import PARTIAL, WORTH_A_NOTE, Note, Trace
 from lightning_memguard.errors import CannotTraceError
 from lightning_memguard.training.adapter import callbacks
 from lightning_memguard.training.adapter.epoch_end import runs_here
-from lightning_memguard.training.adapter.program import LightningProgram
-from lightning_memguard.training.data.loaders import LoaderInfo, epoch_size_for, find, largest_for, limit_of, loaders_at
-from lightning_memguard.training.data.samples import RunSamples, note_on_cache, sample
-from lightning_memguard.training.data.set_sizes import is_kept_as_one
-from lightning_memguard.training.data.sizes_elsewhere import counts_steps, held_elsewhere
-from lightning_memguard.training.data.workers import Workers, host_budgets, ranks_of_host, workers_of
-from lightning_memguard.training.facts.lightning_types import shards
+from lightning_memguard.training.data.loaders import LoaderInfo
+from lightning_memguard.training.data.samples import note_on_cache
+from lightning_memguard.training.data.workers import ranks_of_host
 from lightning_memguard.training.facts.ranks import Attempt, attempt
 from lightning_memguard.training.facts.run_facts import RunFacts
-from lightning_memguard.training.run.guard_settings import GuardSettings
+from lightning_memguard.training.run.host_side import HostSide
+from lightning_memguard.training.run.reading import Reading, Run
+from lightning_memguard.training.run.saving import Saving
 from lightning_memguard.units import format_bytes
 
 if TYPE_CHECKING:
-    from pytorch_lightning import LightningModule, Trainer
-
-    from lightning_memguard.training.strategies.sharded import Layout
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """Program of a fit's validation, and its own batch size."""
-
-    program: LightningProgram
-    batch_size: int
-
-
-@dataclass(frozen=True)
-class Run:
-    """Objects of a run that stay in its own process.
-
-    Attributes:
-        program: its step.
-        evaluation: its validation, if it is a fit with one; or why that is not known.
-        validation_info: the data of that validation, predicted or not.
-    """
-
-    facts: RunFacts
-    loader_info: LoaderInfo
-    program: LightningProgram
-    evaluation: Attempt[Evaluation]
-    validation_info: LoaderInfo | None
-
-    def detached(self) -> Run:
-        """Return what is known of the data, which can be sent."""
-        nothing: Any = None
-        known = self.validation_info and self.validation_info.detached()
-        return Run(nothing, self.loader_info.detached(), nothing, Attempt(), known)
-
-    def learn(self, run: Run) -> None:
-        """Know what was found of the same data elsewhere."""
-        self.loader_info.learn(run.loader_info)
-        if self.validation_info and run.validation_info:
-            self.validation_info.learn(run.validation_info)
-
-    def accumulating(self) -> Run:
-        """Return the run with gradients of earlier batches in its step; itself if it has them."""
-        if (self.program.accumulate_grad_batches or 1) > 1:
-            return self
-        return replace(self, program=replace(self.program, accumulate_grad_batches=2))
-
-    def of_kinds(self, training: Curve, validation: Curve | None = None) -> Run:
-        """Return the run with its programs on the kinds of batches that are predicted."""
-        run, evaluation = replace(self, program=self.program.of_kind(training.kind)), self.evaluation.value
-        if validation is None or evaluation is None:
-            return run
-        program = evaluation.program.of_kind(validation.kind)
-        return replace(run, evaluation=Attempt(replace(evaluation, program=program)))
-
-    def with_programs(self, change: Callable[[LightningProgram], LightningProgram]) -> Run:
-        """Return the run with its programs changed."""
-        evaluation = self.evaluation
-        if evaluation.value is not None:
-            evaluation = Attempt(replace(evaluation.value, program=change(evaluation.value.program)))
-        return replace(self, program=change(self.program), evaluation=evaluation)
+    pass
 
 
 @dataclass(frozen=True)
@@ -142,18 +65,11 @@ class RunProfile:
         validation: the fit's validation; None if there is none, or none could be predicted.
         avoids_single_sample: whether a last batch of one sample may fail.
         extra: bytes found after the steps were predicted, by part.
-        workers: processes that prepare its batches; None if there are none.
-        kept_bytes: memory of this process that forked workers keep while training changes it.
         between: bytes on the CPU between two steps by part, without the module's own.
         collates: whether a batch is there twice while it is collated, in this process.
         objects_per_sample: bytes of Python objects of each sample that is collated in this process, on the CPU.
-        checkpoint: bytes of the host to save the weights and the optimizer state of another device.
-        saved_parts: parts of the training that its checkpoints hold.
-        unsaved_bytes: of the parameters and buffers, what its checkpoints do not hold; below 0 if they hold more.
-        made_to_save_bytes: of tensors that a hook makes for a checkpoint.
-        notes_on_saving: what had to be assumed of its checkpoints.
-        host: what the host offers; None on the CPU, where it is the device.
-        shared: what /dev/shm offers; None without one.
+        saving: its checkpoints.
+        host: what of it is on the host, next to its steps.
         notes: what had to be assumed, in plain words.
         kept: what each batch leaves behind.
         trims: whether glibc is made to return freed blocks while it runs.
@@ -168,18 +84,11 @@ class RunProfile:
     validation: ValidationRun | None = None
     avoids_single_sample: bool = False
     extra: Mapping[str, int] = field(default_factory=dict)
-    workers: Workers | None = None
-    kept_bytes: int = 0
     between: tuple[tuple[str, int], ...] = ()
     collates: bool = False
     objects_per_sample: int = 0
-    checkpoint: tuple[int, int] = (0, 0)
-    saved_parts: tuple[str, ...] = ()
-    unsaved_bytes: int = 0
-    made_to_save_bytes: int = 0
-    notes_on_saving: tuple[str, ...] = ()
-    host: Budget | None = None
-    shared: Budget | None = None
+    saving: Saving = field(default_factory=Saving)
+    host: HostSide = field(default_factory=HostSide)
     notes: tuple[str, ...] = ()
     kept: tuple[Kept, ...] = ()
     trims: bool = False
@@ -317,20 +226,18 @@ class RunProfile:
         Lightning writes a checkpoint to a buffer of the host first, at the end of an epoch or of a step; a thread does
         it from a copy on the device, while training goes on. Checked on 2.5.0 (which made no such copy) to 2.6.6.
         """
-        saved, step = self.saved_parts, self.prediction.footprint_at(batch_size)
+        saving, step = self.saving, self.prediction.footprint_at(batch_size)
         copies = callbacks.copies_saved(self.facts)
-        if saved and copies and not self.run.program.layout:
+        if saving.parts and copies and not self.run.program.layout:
             buffers = 1 if self.facts.device.type == "cpu" else 0
-            content = sum(step.parts.get(part, 0) for part in saved) - self.unsaved_bytes
-            copied = max(0, content) * (copies + buffers)
+            copied = saving.content_bytes(step.parts) * (copies + buffers)
             return replace(self.with_extra(step.plus(copied, "checkpoint")), phase="checkpoint")
-        if not saved or not self.between:
+        if not saving.parts or not self.between:
             return None
-        parts = self._between_steps(step, "checkpoint").parts
-        buffer = max(0, sum(parts.get(part, 0) for part in saved) - self.unsaved_bytes)
-        more = {"checkpoint": buffer, "temporaries": self.made_to_save_bytes}
-        saving = self.with_extra(self._between_steps(step, "checkpoint", **more))
-        return replace(saving, notes=(*saving.notes, *self.notes_on_saving))
+        buffer = saving.content_bytes(self._between_steps(step, "checkpoint").parts)
+        more = {"checkpoint": buffer, "temporaries": saving.made_bytes}
+        found = self.with_extra(self._between_steps(step, "checkpoint", **more))
+        return replace(found, notes=(*found.notes, *saving.notes))
 
     def _between_steps(self, step: Footprint, phase: str, **more: int) -> Footprint:
         """The memory between two steps on the CPU, with ``more`` by part."""
@@ -355,11 +262,7 @@ class RunProfile:
         """A footprint with what was found after the steps were predicted; on the CPU, with what workers take."""
         for part, nbytes in self.extra.items():
             footprint = footprint.plus(nbytes, part)
-        if self.workers and not self.host:
-            ahead = self.workers.ahead_bytes(footprint.batch_size, self._validation_size)
-            own = self._workers_bytes(footprint.batch_size)
-            footprint = footprint.plus(ahead, "prefetched").plus_range(own, "workers")
-        return footprint
+        return self.host.with_workers(footprint, self._validation_size)
 
     def with_objects(self, step: Footprint) -> Footprint:
         """A training step with the objects of the samples that are collated for it."""
@@ -373,37 +276,17 @@ class RunProfile:
     def _validation_size(self) -> int:
         return self.validation.batch_size if self.validation else 0
 
-    def _workers_bytes(self, batch_size: int) -> Range[int]:
-        if self.workers is None:
-            return NOTHING
-        return self.workers.own_bytes(batch_size, self._validation_size) + Range.exactly(self.kept_bytes)
-
     def host_at(self, batch_size: int) -> HostUse | None:
         """Memory of the host that a batch size takes; None if that is nothing, or all of it is the device's."""
-        shared = self.workers.shared_bytes(batch_size, self._validation_size) if self.workers else 0
-        if self.host is None and not shared:
-            return None
-        _, likely, most = self._workers_bytes(batch_size)
-        pinned = self.workers.pinned_bytes(batch_size, self._validation_size) if self.workers else 0
-        saved, of_states = sum(self.checkpoint), self.checkpoint[1]
         moved = self.prediction.trace_at(batch_size).moved_bytes if self.run.program.around else 0
-        parts = {"prefetched": shared, "pinned": pinned, "workers": likely, "checkpoint": saved, "offloaded": moved}
-        present = {part: nbytes for part, nbytes in parts.items() if nbytes}
-        if not present:
-            return None
-        remedies = self.workers.remedies(batch_size, self._validation_size) if self.workers else ()
-        less = {"ModelCheckpoint(save_weights_only=True)": of_states}
-        if self.run.program.layout:
-            less['a sharded checkpoint (state_dict_type="sharded", save_distributed_checkpoint=True)'] = saved
-        of_saving = tuple(f"{how} needs {format_bytes(nbytes)} less" for how, nbytes in less.items() if nbytes)
-        others = saved - saved // ranks_of_host(self.facts)  # of ranks that save nothing, which have a share each
-        whole = sum(present.values()) + most - likely - others
-        return HostUse(present if self.host else {}, whole, self.host, shared, self.shared, remedies, of_saving)
+        held = {"checkpoint": sum(self.saving.on_host), "offloaded": moved}
+        less = self.saving.remedies(sharded=bool(self.run.program.layout))
+        return self.host.use_at(batch_size, self._validation_size, held, less)
 
     def within_host(self) -> Request:
         """The request, with the largest size, at least the loader's own, at which the host holds what workers take."""
         request = self.request
-        if self.workers is None or not request.free_to_choose:
+        if self.host.workers is None or not request.free_to_choose:
             return request
         most = request.run_size or MOST_IN_A_BATCH
         size = largest_that(lambda size: self._short_of(size) is None, request.batch_size, most)
@@ -421,240 +304,6 @@ _NEAR = 0.75
 
 
 # -- reading and predicting
-
-
-@dataclass(frozen=True)
-class Reading:
-    """A run as it is read, before its steps are captured."""
-
-    run: Run
-    batch_size: int
-    request_of: Callable[[str], Request]
-    budget: Budget
-    avoids_single_sample: bool
-    notes: tuple[str, ...]
-    differ: bool
-    process_bytes: Range[int]
-    workers: Workers | None
-    host: Budget | None
-    shared: Budget | None
-    fresh: bool
-    object_bytes: int
-    insists: bool
-
-    def request_on(self, traces: Collection[Trace], fixed: str) -> Request:
-        """The request, once it is known whether a schedule counts steps."""
-        request, program = self.request_of(fixed), self.run.program
-        if self.insists or not program.trains or not request.may_grow:
-            return request
-        counts = any(trace.counts_steps for trace in traces) or attempt(lambda: counts_steps(program.module)).value
-        return replace(request, kept_by="scheduler") if counts else request
-
-    def next_size(self, traces: Sequence[Trace]) -> int:
-        """The batch size that will be chosen, as far as two traces tell: what a GPU's context takes is left out."""
-        run = self.run
-        prediction = Curve(Terms(self.rules, self.process_bytes), "fake", grow(traces))
-        request = self.request_on(traces, run.loader_info.fixed_because)
-        return decide(prediction.footprint_at, self.budget, request).batch_size
-
-    @property
-    def rules(self) -> AllocatorSettings:
-        """Rules of the allocator on the run's device."""
-        return AllocatorSettings.for_device(self.run.facts.device.type, os.environ)
-
-
-def _layout_of(strategy: object) -> Layout | None:
-    """The ranks of a strategy that shards, else None."""
-    if not shards(strategy):
-        return None
-    from lightning_memguard.training.strategies.sharded import Layout
-
-    return Layout.of(strategy)
-
-
-@dataclass(frozen=True)
-class RunReader:
-    """A run that is to be read: its objects, and what its own process knows of its device.
-
-    Attributes:
-        budget: what the device offers.
-        held_bytes: this training's bytes that are there already.
-        process_bytes: see `process_bytes`; nothing if the device is not the CPU.
-        callback_bytes: bytes that other callbacks hold on the device.
-    """
-
-    trainer: Trainer
-    module: LightningModule
-    settings: GuardSettings
-    facts: RunFacts
-    budget: Budget
-    held_bytes: int
-    process_bytes: Range[int]
-    gpu: Gpu | None
-    callback_bytes: int
-
-    @classmethod
-    def of(cls, trainer: Trainer, module: LightningModule, settings: GuardSettings, facts: RunFacts) -> RunReader:
-        """Read the device."""
-        device = facts.device
-        return cls(
-            trainer,
-            module,
-            settings,
-            facts,
-            *_budget(module, facts, settings),
-            process_bytes(module.parameters(), torch.get_num_threads()) if device.type == "cpu" else NOTHING,
-            gpu_of(device),
-            callbacks.held_bytes(facts.callbacks, module, device, averaging=False),
-        )
-
-    def program(self, info: LoaderInfo, batches: tuple[Batches, ...]) -> LightningProgram:
-        """The run's step on batches of its data."""
-        facts, settings, is_fit = self.facts, self.settings, self.facts.stage == "fit"
-        program = LightningProgram(
-            self.trainer,
-            self.module,
-            batches[0] if is_fit and batches else batches,
-            facts.device,
-            batches_per_epoch=info.batches_per_epoch if info.is_counted else None,
-            datamodule=facts.datamodule,
-            # if MemGuard sets the accumulation, gradients are there through the next forward pass: the larger case
-            accumulate_grad_batches=(
-                2 if settings.keep_effective_batch_size and is_fit else callbacks.accumulation(facts)
-            ),
-            gpu=self.gpu,
-            stage=facts.stage,
-            callback_bytes=self.callback_bytes,
-            strategy=facts.strategy,
-            layout=_layout_of(facts.strategy),
-            loaders_at=partial(loaders_at, facts, info),
-        )
-        always = is_fit and settings.mode == "tune" and settings.offload == "always"
-        if not always:
-            return program
-        from lightning_memguard.training.offload.predicted import offloaded
-
-        return offloaded(program)
-
-    def evaluation(
-        self, training: LightningProgram, info: LoaderInfo, batches: tuple[Batches, ...]
-    ) -> LightningProgram:
-        """A fit's validation on batches of its data, next to its training."""
-        return replace(
-            training,
-            batches=batches,
-            batches_per_epoch=info.batches_per_epoch,
-            stage="validate",
-            setup_stage="fit",
-            callback_bytes=0,
-            loaders_at=partial(loaders_at, self.facts, info),
-        )
-
-    def run_of(self, handed: HandedRun) -> Run:
-        """The run in this process, if a child has read it."""
-        info, validation_info = handed.loader_info, handed.validation_info
-        batches, *of_validation = attempt(lambda: unpacked(handed.batches)).value or [()]
-        program, size = self.program(info, batches), handed.evaluation.value
-        evaluation = Attempt[Evaluation](reason=handed.evaluation.reason)
-        if validation_info is not None and size is not None:
-            its_program = self.evaluation(program, validation_info, *(of_validation or [()]))
-            evaluation = Attempt(Evaluation(its_program, size))
-        return Run(self.facts, info, program, evaluation, validation_info)
-
-
-@dataclass(frozen=True)
-class HandedRun:
-    """What the run's own process gets of a run that a child has read.
-
-    Attributes:
-        batches: those of its step and of its validation, without the samples that make others; packed.
-        evaluation: the batch size of its validation, or why there is none.
-    """
-
-    loader_info: LoaderInfo
-    validation_info: LoaderInfo | None
-    batches: bytes
-    evaluation: Attempt[int]
-
-    @classmethod
-    def of(cls, profile: RunProfile) -> HandedRun:
-        """Take what can be sent of the run behind a profile."""
-        run = profile.attached_to(profile.run).run  # on the kinds of batches that are predicted
-        evaluation, known = run.evaluation.value, run.detached()
-        programs = [run.program, *([evaluation.program] if evaluation else [])]
-        batches = attempt(lambda: packed(tuple(_sendable(each).families for each in programs)))
-        size = Attempt(evaluation.batch_size if evaluation else None, run.evaluation.reason)
-        return cls(known.loader_info, known.validation_info, batches.value or b"", size)
-
-
-_MOST_SENT = 64 << 20  # bytes of batches
-
-
-def _sendable(program: LightningProgram) -> LightningProgram:
-    """The program without samples; on batches that are known by their shapes alone if they are large."""
-    alone = program.without_draws()
-    batches = [batch for family in alone.families for batch in (family.small, family.large)]
-    tensors = [each for batch in batches for each in tensors_in(batch) if is_dense(each)]
-    storages = {storage_address(each): each.untyped_storage().nbytes() for each in tensors}
-    return alone if sum(storages.values()) <= _MOST_SENT else alone.without_samples()
-
-
-def read_run(reader: RunReader) -> Reading:
-    """Read the data of a run, and draw samples.
-
-    Raises:
-        CannotTraceError: there is no data to predict from.
-    """
-    trainer, module, settings, facts = reader.trainer, reader.module, reader.settings, reader.facts
-    is_fit, loader_info = facts.stage == "fit", find(facts, facts.role)
-    samples = sample(loader_info)
-    # Lightning fetches one batch ahead of a stream without a length
-    loader_info = replace(loader_info, is_counted=loader_info.batches_per_epoch is not None).with_ends(samples.ends)
-    elsewhere = attempt(lambda: held_elsewhere(module, loader_info.batch_size, facts.callbacks)).value or ""
-    holders = module, facts.datamodule, *facts.callbacks
-    was_set = loader_info.was_set or bool(attempt(lambda: is_kept_as_one(holders)).value)
-    kept_by = _kept_by(facts, settings, was_set=was_set)
-    is_kept = settings.mode != "tune" or elsewhere or kept_by
-    size = (loader_info.full_size if is_kept else 0) or samples.batch_size
-    program = reader.program(loader_info, samples.batches)
-    validation_info, evaluation = Attempt[LoaderInfo](), Attempt[Evaluation]()
-    if is_fit and facts.validates:
-        validation_info = attempt(lambda: find(facts, "val"))
-        evaluation = attempt(lambda: _evaluation(validation_info.unwrap(), reader, program))
-    its = evaluation.value.program.families if evaluation.value else ()
-    of_loops = (loader_info, samples.batches), (validation_info.value, its)
-    workers = workers_of(facts, *of_loops, sized=loader_info.is_counted, epochs=trainer.max_epochs)
-    host, in_shared = host_budgets(facts, settings.host_budget_bytes, settings.margin)
-    return Reading(
-        Run(facts, loader_info, program, evaluation, validation_info.value),
-        size,
-        lambda fixed: replace(
-            _request(facts, loader_info, samples, settings, size, fixed or elsewhere),
-            kept_by=kept_by,
-            was_set=was_set,
-        ),
-        reader.budget,
-        avoids_single_sample=any(isinstance(each, AnyBatchNorm) for each in module.modules()),
-        notes=samples.notes,
-        differ=samples.differ,
-        process_bytes=reader.process_bytes,
-        workers=workers,
-        host=host,
-        shared=in_shared,
-        fresh=samples.fresh,
-        object_bytes=samples.object_bytes,
-        insists=settings.steps_to_keep is None,
-    )
-
-
-def _kept_by(facts: RunFacts, settings: GuardSettings, *, was_set: bool) -> LimitedBy | None:
-    """Return why a batch size that fits is kept; None if it may grow."""
-    by_steps = settings.keep_effective_batch_size  # the samples of a step are set: its batches may be any
-    if facts.stage != "fit" or settings.batch_size == "keep":
-        return "request"
-    if settings.batch_size == "auto" and was_set and not by_steps:
-        return "request"
-    return "max_steps" if facts.max_steps > 0 and settings.steps_to_keep is not None else None
 
 
 def profile_of(reading: Reading, captures: Captures) -> RunProfile:
@@ -687,14 +336,8 @@ def profile_of(reading: Reading, captures: Captures) -> RunProfile:
     notes += callbacks.notes_on_profiler(getattr(run.program.trainer, "profiler", None))
     trace, plain = next(iter(prediction.surveyed.values()), None), not (run.program.layout or prediction.kinds)
     on_cpu = trace is not None and plain and run.facts.device.type == "cpu" and run.program.trains
-    between = tuple(_alive_between_steps(trace, gradients=True)) if on_cpu and trace else ()
-    module = run.program.module
-    savers = callbacks.hooks_that_save(run.facts, module)
-    saved = callbacks.saved_parts(run.facts, savers)
-    unsaved, made = (0, 0)
-    datamodule = getattr(run.program.trainer, "datamodule", None)
-    if saved and not run.program.layout:
-        unsaved, made = callbacks.unsaved_bytes(module, datamodule)
+    between = tuple(trace.alive_between_steps(gradients=True)) if on_cpu and trace else ()
+    own_loop = bool(reading.workers and reading.workers.loop)
     return RunProfile(
         run,
         prediction,
@@ -702,23 +345,17 @@ def profile_of(reading: Reading, captures: Captures) -> RunProfile:
         replace(reading.request_on(prediction.surveyed.values(), fixed), batch_size=size),
         validation.value,
         reading.avoids_single_sample,
-        workers=reading.workers,
-        kept_bytes=_kept_by_workers(reading, between),
         between=between,
-        collates=reading.fresh and not (reading.workers and reading.workers.loop) and bool(between),
-        objects_per_sample=reading.object_bytes if on_cpu and not (reading.workers and reading.workers.loop) else 0,
-        checkpoint=_checkpoint_bytes(run, prediction, saved, unsaved) if reading.host else (0, 0),
-        saved_parts=saved,
-        unsaved_bytes=unsaved,
-        made_to_save_bytes=made,
-        notes_on_saving=(
-            *((f"{', '.join(savers)} saves the training, whose buffer in memory is included",) if savers else ()),
-            *callbacks.notes_on_hyperparameters(module, datamodule),
-        )
-        if saved
-        else (),
-        host=reading.host,
-        shared=reading.shared,
+        collates=reading.fresh and not own_loop and bool(between),
+        objects_per_sample=reading.object_bytes if on_cpu and not own_loop else 0,
+        saving=Saving.of(run, prediction, counts_host=reading.host is not None),
+        host=HostSide(
+            reading.workers,
+            _kept_by_workers(reading, between),
+            reading.host,
+            reading.shared,
+            ranks_of_host(run.facts),
+        ),
         notes=(*reading.notes, *notes),
         kept=tuple(
             kept
@@ -743,21 +380,6 @@ def _kept_by_workers(reading: Reading, between: Sequence[tuple[str, int]]) -> in
     return kept
 
 
-def _checkpoint_bytes(run: Run, training: Curve, saved: Sequence[str], unsaved: int) -> tuple[int, int]:
-    """Bytes of the host for saving weights and optimizer state: a buffer, and under sharding what is gathered first."""
-    trace = next(iter(training.surveyed.values()), None)
-    layout = run.program.layout
-    if not saved or trace is None or (layout and layout.saves_shards):
-        return 0, 0
-    model = run.program.module
-    weights = max(0, part_bytes({"model": tensors_of(model)}, "cpu")["model"] - unsaved)
-    step = training.footprint_at(trace.batch_size)
-    own = max(1, step.parts["parameters"] + step.parts["buffers"])
-    state = sum(nbytes for part, nbytes in _alive_between_steps(trace, gradients=False) if part in saved)
-    whole = (2 if layout else 1) * (weights or own * (layout.ranks if layout else 1))
-    return whole, int(whole * state / own)
-
-
 def _why_one_size(prediction: Curve, *, asked: bool) -> str:
     """Why a step's memory is known at one batch size or at none; empty if others were not ``asked`` for."""
     if prediction.method in PARTIAL:
@@ -767,23 +389,6 @@ def _why_one_size(prediction: Curve, *, asked: bool) -> str:
     sizes = ", ".join(map(str, prediction.surveyed))
     ran = f"the step runs at batch size {sizes}" if sizes else "the step runs at the batch size asked for"
     return f"{ran}, but not at the others that were tried"
-
-
-def _budget(module: LightningModule, facts: RunFacts, settings: GuardSettings) -> tuple[Budget, int]:
-    """Read the budget, and this training's bytes that are there already: these are predicted, so they count as free."""
-    on_cpu = facts.device.type == "cpu"
-    own = tensors_of(module) if on_cpu else [*module.parameters(), *module.buffers()]
-    held = part_bytes({"model": own}, facts.device.type)["model"]
-    held += callbacks.held_bytes(facts.callbacks, module, facts.device, averaging=True)
-    margin, given = settings.margin, settings.budget_bytes
-    if facts.device.type == "cpu" and settings.host_budget_bytes is not None:
-        given = min(given or settings.host_budget_bytes, settings.host_budget_bytes)
-    return read_budget(facts.device, budget=given, margin=margin, already_held_bytes=held), held
-
-
-def _evaluation(info: LoaderInfo, reader: RunReader, training: LightningProgram) -> Evaluation:
-    samples = sample(info)
-    return Evaluation(reader.evaluation(training, info, samples.batches), info.full_size or samples.batch_size)
 
 
 def _validation(run: Run, training: Curve) -> ValidationRun:
@@ -807,47 +412,7 @@ def _next_to(training: Curve, run: Run, validation: Curve) -> Curve:
     # variants that depend on values have no trace of their own size
     trace = next(iter(training.surveyed.values()), None)
     trace = trace or Prediction(run.program, training).trace_at(run.loader_info.batch_size or 1)
-    return validation.on_terms(held=tuple(_alive_between_steps(trace, gradients=gradients)))
-
-
-def _alive_between_steps(trace: Trace, *, gradients: bool) -> Iterator[tuple[str, int]]:
-    """Yield the bytes on the device between two training steps by part, without the module's own."""
-    parts = {"optimizer_state", *OPTIONAL_PARTS, *(["gradients"] if gradients else [])}
-    events = trace.only("high").events
-    alive = {event.block: event for event in events if event.action == "alloc" and event.part in parts}
-    for event in events:
-        if event.action == "free":
-            alive.pop(event.block, None)
-    yield from ((event.part, event.nbytes) for event in alive.values())
-
-
-def _request(
-    facts: RunFacts, loader_info: LoaderInfo, samples: RunSamples, settings: GuardSettings, size: int, fixed: str
-) -> Request:
-    limits = settings
-    if facts.stage != "fit":  # a limit of growth alone: what an evaluation gives does not depend on its batch size
-        most = settings.max_batch_size and max(settings.max_batch_size, size)
-        limits = replace(settings, keep_effective_batch_size=None, max_batch_size=most)
-    largest = largest_for(facts, loader_info)
-    request = limits.request(
-        size,
-        unit=samples.unit,
-        dataset_size=largest,
-        accumulate_grad_batches=facts.accumulate_grad_batches,
-        ranks=facts.data_ranks,
-    )
-    free = settings.mode == "tune" and not fixed
-    limit, min_steps = limit_of(facts, loader_info, largest), settings.steps_to_keep
-    run_size, run_limit = epoch_size_for(facts, loader_info, min_steps)
-    return replace(
-        request,
-        free_to_choose=free,
-        prefers_fast=free and settings.batch_size == "fastest",
-        fixed_because=fixed,
-        dataset_limit=limit,
-        run_size=run_size,
-        run_limit=run_limit,
-    )
+    return validation.on_terms(held=tuple(trace.alive_between_steps(gradients=gradients)))
 
 
 MOST_IN_A_BATCH = 1 << 20

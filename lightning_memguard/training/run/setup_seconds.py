@@ -13,7 +13,7 @@ from lightning_memguard.training.data.loaders import batches_taken
 from lightning_memguard.training.facts.lightning_types import is_a
 
 if TYPE_CHECKING:
-    from lightning_memguard.training.run.profile import Run
+    from lightning_memguard.training.run.reading import Run
 
 LEAST_SECONDS = 5.0  # for the shortest run; most surveys are complete by then
 _SHARE = 0.2  # of what the run is predicted to take

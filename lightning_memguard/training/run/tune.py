@@ -24,8 +24,9 @@ from lightning_memguard.training.facts.run_facts import ROLES, Role, RunFacts, S
 from lightning_memguard.training.run.choose import Choice, Planner, choose
 from lightning_memguard.training.run.earlier_runs import EarlierRuns
 from lightning_memguard.training.run.guard_settings import GuardSettings
-from lightning_memguard.training.run.profile import RunProfile, RunReader
+from lightning_memguard.training.run.profile import RunProfile
 from lightning_memguard.training.run.progress import SetupLine
+from lightning_memguard.training.run.reading import RunReader
 from lightning_memguard.units import format_bytes
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ from lightning_memguard.report.page import page
 from lightning_memguard.report.page_data import Report
 from lightning_memguard.training.planning.plan import plan_on
 from lightning_memguard.training.planning.subject import subject_of
-from lightning_memguard.training.run import earlier_runs, profile
+from lightning_memguard.training.run import earlier_runs, reading
 from tests.forks import CONTEXT
 
 H200 = Setting("NVIDIA H200", "570.86.15", "2.13.0+cu130", "13.0", "91900", "")
@@ -266,7 +266,7 @@ def _fit_often(number: int, folder: Path) -> None:
     torch.set_num_threads(1)
     made = Gpu(share=1.0 + number / 100)
     earlier_runs.setting_of = lambda device: H200  # type: ignore[assignment]
-    profile.process_bytes = lambda *_: NOTHING  # type: ignore[assignment]
+    reading.process_bytes = lambda *_: NOTHING  # type: ignore[assignment]
     PeakMeter.read = made.measured  # type: ignore[method-assign]
     record._OBJECTS_BYTES = 0
     for size in (8, 16):

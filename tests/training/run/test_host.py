@@ -17,7 +17,7 @@ from lightning_memguard.core.decision.decision import Budget
 from lightning_memguard.core.device.host import MemoryInfo
 from lightning_memguard.report.decision_table import setup_text
 from lightning_memguard.training.data import workers
-from lightning_memguard.training.run import profile
+from lightning_memguard.training.run import reading
 from lightning_memguard.units import GIB, MIB
 from tests.forks import on_ranks
 
@@ -58,7 +58,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Any:
         def budgets(*_: object) -> tuple[Budget, Budget]:
             return Budget(2 * nbytes, nbytes, 0, "host", "the host"), Budget(GIB, GIB, 0, "statvfs", "/dev/shm")
 
-        monkeypatch.setattr(profile, "host_budgets", budgets)
+        monkeypatch.setattr(reading, "host_budgets", budgets)
         monkeypatch.setattr(workers, "collected_bytes", lambda: 0)
 
     return offer

@@ -263,7 +263,7 @@ def test_a_guard_that_fails_lets_the_training_go_on(
     def fail(*_: Any, **__: Any) -> None:
         raise error
 
-    monkeypatch.setattr("lightning_memguard.training.run.profile.read_budget", fail)
+    monkeypatch.setattr("lightning_memguard.training.run.reading.read_budget", fail)
     decision = tuned(trainer(), small(), dataset).decision
     assert decision.outcome == "stepped aside"
     assert str(error) in decision.reason
