@@ -45,7 +45,7 @@ demo-sharded: $(STAMP) ## train a small Llama on two processes under FSDP2 (exam
 	$(BIN)/python examples/fsdp.py
 
 test: $(STAMP) ## run the tests, and the examples in docstrings
-	$(PYTEST) -m "not long"
+	$(PYTEST)
 
 docs: $(DOCS_STAMP) ## build the documentation's site in build/site, with five trainings; a warning or a dead link fails it
 	$(DOCS_BIN)/python docs/gallery.py build/gallery

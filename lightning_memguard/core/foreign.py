@@ -96,8 +96,11 @@ def _names_in(function: Callable[..., object], root: str) -> Iterator[str]:
         if path:
             yield path
         is_root = step.opname.startswith(("LOAD_GLOBAL", "LOAD_FAST")) and step.argval == root
-        is_written = step.opname == "LOAD_CONST" and re.fullmatch(r"torch(\.\w+)+", str(step.argval))
+        is_written = step.opname == "LOAD_CONST" and _WRITTEN.fullmatch(str(step.argval))
         path = str(step.argval) if is_root or is_written else ""
+
+
+_WRITTEN = re.compile(r"torch(\.\w+)+( or torch(\.\w+)+)*")
 
 
 def _paths(names: str) -> Iterator[str]:
@@ -148,7 +151,15 @@ aten: Any = _Operators()
 
 
 def find(path: str, **roots: object) -> Any:
-    """Return the object at a dotted path, from torch or from one of ``roots``; an `Absent` if there is none."""
+    """Return the object at a dotted path, from torch or from one of ``roots``; an `Absent` if there is none.
+
+    A name that another version has under another path is written ``"torch._new or torch._old"``.
+    """
+    found = (_find(each, **roots) for each in path.split(" or "))
+    return next((each for each in found if not isinstance(each, Absent)), Absent(path))
+
+
+def _find(path: str, **roots: object) -> Any:
     first, *names = path.split(".")
     found: Any = roots[first] if first in roots else importlib.import_module(first)
     for name in names:

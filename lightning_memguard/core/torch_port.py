@@ -2,7 +2,8 @@
 
 A release of torch may move any of them. What fails then is one function here and its test, which says in plain torch
 what the function returns (`tests/core/test_torch_port.py`). The first line of each docstring completes "which MemGuard
-needs to", in the words that a run gets (`foreign.reason_of`). Checked on torch 2.11 to `foreign.NEWEST_TESTED`.
+needs to", in the words that a run gets (`foreign.reason_of`). What a newer torch has under another path is looked up as
+``find("torch._new or torch._old")``. Checked on torch 2.11 to `foreign.NEWEST_TESTED`.
 
 What patches all of one part of torch stays in its own file: Inductor in `core/simulation/compiled.py` and
 `compiled_cuda.py`, and process groups, FSDP and DTensor in `core/simulation/one_rank.py`.

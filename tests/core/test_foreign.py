@@ -191,6 +191,19 @@ def test_an_absent_name_is_a_key_that_nothing_is_equal_to() -> None:
         missing(1)
 
 
+@pytest.mark.parametrize("there", ["torch._use_count", "torch._Use_Count"])
+def test_a_function_finds_a_name_that_has_moved_by_either_path(there: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def users() -> Any:
+        """Count the tensors of a storage."""
+        return find("torch._use_count or torch._Use_Count")
+
+    (path,) = foreign._names_in(users, "torch")
+    assert isinstance(users(), Absent)
+    assert users()._path == path == "torch._use_count or torch._Use_Count"
+    monkeypatch.setattr(there, len, raising=False)
+    assert users() is len
+
+
 def test_a_gap_names_the_version_the_purpose_and_what_is_not_done(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch.library, "_impls")
     assert gaps("every run") == (

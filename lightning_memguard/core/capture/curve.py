@@ -261,39 +261,53 @@ class Curve:
 
     def footprint_at(self, batch_size: int) -> Footprint:
         """The memory of the step at one batch size."""
-        known = self._known
-        if batch_size not in known and self.compiled and batch_size not in self.compiled:
-            known[batch_size] = self._estimate_at(batch_size)
-        if batch_size not in known:
-            found = [self.footprint_of(trace) for trace in self._traces_at(batch_size)]
-            most = max(found, key=lambda each: each.most_device_bytes)
-            if any(variant.epoch for variant in self.variants) and len(found) > 1:
-                most = sorted(found, key=lambda each: each.most_device_bytes)[len(found) // 2]
-                most = most.doubted("epochs", *(end for each in found for end in (each.lowest, each.highest)))
-            elif len(found) > 1:
-                ceiling = self.footprint_of(self.ceiling.at(batch_size)) if self.ceiling else None
-                most = _with_drawn(most, found) if self.drawn else _with_range(most, found, ceiling)
-            least = self.footprint_of(self.floor.at(batch_size)).lowest if self.floor else most.lowest
-            if least.allocated_bytes < most.lowest.allocated_bytes:
-                most = most.doubted("least results", least)
-            least_bytes = most.lowest.allocated_bytes if self.floor else sum(most.parts[part] for part in _STATIC)
-            if most.peak_allocated_bytes - least_bytes < WORTH_A_NOTE:
-                most = replace(most, notes=tuple(note for note in most.notes if not is_note(note, "largest result")))
-            gap = self.gaps.get(batch_size)
-            unchecked = self.stopped and batch_size not in self.proven_sizes and not most.is_partial
-            if (gap and gap.kind == "late") or unchecked:
-                most = self._with_doubt(most)
-            if self.stopped and self.is_of_one_draw:
-                most = self._with_unknown_values(most)
-            if self.unfrozen:
-                most = _with_later(most, self.footprint_of(self.unfrozen.trace_at(batch_size)))
-            if self.compiles:
-                work = self.growth.at(batch_size).work if self.growth else ()
-                most = replace(most, timing=self.terms.timing(work, compiled=True) if work else None)
-            notes = tuple(dict.fromkeys((*self.notes, *most.notes)))
-            most = replace(most, batch=self._shape_at(batch_size), notes=notes)
-            known[batch_size] = self.terms.learned.corrected(most) if self.terms.learned else most
-        return known[batch_size]
+        if batch_size not in self._known:
+            is_between = bool(self.compiled) and batch_size not in self.compiled
+            self._known[batch_size] = self._estimate_at(batch_size) if is_between else self._replayed_at(batch_size)
+        return self._known[batch_size]
+
+    def _replayed_at(self, batch_size: int) -> Footprint:
+        """The memory of the step by its traces at a size, then made wider by each thing that they do not tell."""
+        found = self._with_least_results(self._of_variants_at(batch_size))
+        gap = self.gaps.get(batch_size)
+        is_late = gap is not None and gap.kind == "late"
+        is_unchecked = self.stopped and batch_size not in self.proven_sizes and not found.is_partial
+        if is_late or is_unchecked:
+            found = self._with_doubt(found)
+        if self.stopped and self.is_of_one_draw:
+            found = self._with_unknown_values(found)
+        if self.unfrozen:
+            found = _with_later(found, self.footprint_of(self.unfrozen.trace_at(batch_size)))
+        if self.compiles:
+            work = self.growth.at(batch_size).work if self.growth else ()
+            found = replace(found, timing=self.terms.timing(work, compiled=True) if work else None)
+        notes = tuple(dict.fromkeys((*self.notes, *found.notes)))
+        found = replace(found, batch=self._shape_at(batch_size), notes=notes)
+        return self.terms.learned.corrected(found) if self.terms.learned else found
+
+    def _of_variants_at(self, batch_size: int) -> Footprint:
+        """The memory of the largest variant, or of the middle one of equally likely epochs; its range holds all."""
+        found = [self.footprint_of(trace) for trace in self._traces_at(batch_size)]
+        most = max(found, key=lambda each: each.most_device_bytes)
+        if len(found) == 1:
+            return most
+        if any(variant.epoch for variant in self.variants):
+            middle = sorted(found, key=lambda each: each.most_device_bytes)[len(found) // 2]
+            return middle.doubted("epochs", *(end for each in found for end in (each.lowest, each.highest)))
+        if self.drawn:
+            return _with_drawn(most, found)
+        ceiling = self.footprint_of(self.ceiling.at(batch_size)) if self.ceiling else None
+        return _with_range(most, found, ceiling)
+
+    def _with_least_results(self, found: Footprint) -> Footprint:
+        """Widen a footprint of largest results down to the least; leave out their note if that changes little."""
+        least = self.footprint_of(self.floor.at(found.batch_size)).lowest if self.floor else found.lowest
+        if least.allocated_bytes < found.lowest.allocated_bytes:
+            found = found.doubted("least results", least)
+        least_bytes = found.lowest.allocated_bytes if self.floor else sum(found.parts[part] for part in _STATIC)
+        if found.peak_allocated_bytes - least_bytes < WORTH_A_NOTE:
+            found = replace(found, notes=tuple(note for note in found.notes if not is_note(note, "largest result")))
+        return found
 
     def footprint_of(self, trace: Trace) -> Footprint:
         """The memory and time of a trace of the step."""

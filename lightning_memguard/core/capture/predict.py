@@ -390,21 +390,24 @@ def _real(captures: Captures, program: Program, known: Curve, batch_size: int) -
     Raises:
         CaptureFailedError: the step raised at the small sizes and at the requested one.
     """
-    sizes, variants = _small_sizes(program), VARIANTS[1:3]
+    variants = VARIANTS[1:3]
+    between = list[int]()  # sizes that are captured last, if the others agree
     try:
-        traces = [capture(program, sizes[0], "real")]
+        smallest, *larger = _small_sizes(program)
+        traces = [capture(program, smallest, "real")]
         seconds = traces[0].seconds
         if program.is_real_at(batch_size) and _could_run(traces, batch_size):
             _own_first(captures, program, batch_size, "real")
         if 2 * seconds > _TOO_SLOW_SECONDS:
-            sizes, variants = sizes[:1], VARIANTS[1:2] if seconds < _TOO_SLOW_SECONDS else ()
-        elif seconds * sizes[-1] > _MOST_SECONDS * sizes[0]:
-            sizes, variants = sizes[:2], VARIANTS[1:2]
-        traces += _all_captured(captures, program, sizes[1:][-1:], "real")  # the largest, if there are several
+            larger, variants = [], VARIANTS[1:2] if seconds < _TOO_SLOW_SECONDS else ()
+        elif seconds * larger[-1] > _MOST_SECONDS * smallest:
+            larger, variants = larger[:1], VARIANTS[1:2]
+        *between, largest = larger or [smallest]
+        traces += _all_captured(captures, program, [largest] if larger else [], "real")
     except CaptureFailedError as error:
         if isinstance(error, OutOfTimeError) or not program.is_real_at(batch_size):
             raise
-        traces, sizes = _all_captured(captures, program, [batch_size], "real"), ()
+        traces, between = _all_captured(captures, program, [batch_size], "real"), []
     size, again = traces[-1].batch_size, list[Trace]()
     for variant in variants:
         captures.start(program, size, "real", variant)
@@ -417,7 +420,7 @@ def _real(captures: Captures, program: Program, known: Curve, batch_size: int) -
         found = found.with_captured(size, _traces_of(captures, program, size, "real", VARIANTS))
         return replace(found, variants=VARIANTS)
     with contextlib.suppress(CaptureFailedError):
-        traces += _all_captured(captures, program, sizes[1:-1], "real")
+        traces += _all_captured(captures, program, between, "real")
     if batch_size not in found.captured and program.is_real_at(batch_size) and _could_run(traces, batch_size):
         with contextlib.suppress(CaptureFailedError):
             traces = [*traces, capture(program, batch_size, "real")]

@@ -75,20 +75,22 @@ class Planner:
 
     def __init__(self, settings: GuardSettings, known: RunReader | RunProfile, line: SetupLine) -> None:
         self._settings, self._line = settings, line
-        self._started, self._used_before = time.monotonic(), time.process_time()
-        self._begun = self._started  # with the captures, once the data is read, which may take long
-        self._deadline = self._started + settings.most_setup_seconds
-        self._most_seconds: float | None = None  # of a survey, once that is known
-        self._was_hurried = False  # whether a survey has ended early because it had taken its share of the run
-        self._threads = torch.get_num_threads()  # a child has one
+        # known before the child is made, so both processes have it
         self._reader = known if isinstance(known, RunReader) else None
+        self._gpu = known.gpu if isinstance(known, RunReader) else known.run.program.gpu
+        self._threads = torch.get_num_threads()  # a child has one
+        self._speed = speed_here(self._gpu) if settings.batch_size == "fastest" else None
+        self._started, self._used_before = time.monotonic(), time.process_time()
+        self._deadline = self._started + settings.most_setup_seconds
+        # what is worked out, in the child, or here if there can be none
+        self._run: Run | None = known.run if isinstance(known, RunProfile) else None
         self._reading: Reading | None = None
         self._profile = known if isinstance(known, RunProfile) else None
-        self._run: Run | None = known.run if isinstance(known, RunProfile) else None
-        self._gpu = known.gpu if isinstance(known, RunReader) else known.run.program.gpu
-        # a child has one thread, and this process none of the child's
-        self._speed = speed_here(self._gpu) if settings.batch_size == "fastest" else None
         self._captures: Captures | None = None
+        self._begun = self._started  # with the captures, once the data is read, which may take long
+        self._most_seconds: float | None = None  # of a survey, once that is known
+        self._was_hurried = False  # whether a survey has ended early because it had taken its share of the run
+        # the child, as this process sees it
         self._only_here = False  # what a child cannot do
         self._lost = ""  # why the child ended before it had answered
         self._open = ExitStack()
@@ -182,9 +184,8 @@ class Planner:
 
     def _handed_profile(self) -> tuple[RunProfile, HandedRun]:
         profile = self._captured_profile()
-        return profile.detached(), HandedRun.of(
-            profile.attached_to(profile.run).run
-        )  # on the kinds of batches predicted
+        on_kinds = profile.attached_to(profile.run).run  # of batches that are predicted
+        return profile.detached(), HandedRun.of(on_kinds)
 
     def _captured_profile(self) -> RunProfile:
         run = self._known_run
@@ -234,9 +235,15 @@ class Planner:
             known = attempt(lambda: setup_seconds(traces, self._known_run, size, speed, used)).value
             most = math.inf if known is None else known
             self._most_seconds = most if traces else None
-        return min(now + most - spent, max(self._started + max(most, MOST_IF_FAST), self._begun + LEAST_SECONDS))
+        by_processor = now + most - spent
+        by_clock = max(self._started + max(most, MOST_IF_FAST), self._begun + LEAST_SECONDS)
+        return min(by_processor, by_clock)
 
     def _choose_from(self, known: RunProfile) -> Choice:
+        """Choose from a profile; an epoch is replayed at each size that is chosen, until one fits or rounds are up.
+
+        If none of the sizes fits, the error says why the smallest does not.
+        """
         self._captured_profile()  # with its captures open
         profile = known.unpacked().attached_to(self._known_run)
         decision, chosen = self._chosen(profile)
@@ -271,16 +278,21 @@ class Planner:
         decision, chosen = _own_choice(profile, self._settings)
         if profile.request.prefers_fast and profile.request.may_grow and decision.footprint:
             decision, chosen = _fast((decision, chosen), profile, self._settings, self._speed)
-        largest, asked, most = _largest(chosen), profile.request, self._settings.max_batch_size
-        by_memory = decision.limited_by in ("memory", "max_batch_size", "last_batch")  # of this rank or another
-        is_cut = by_memory and decision.batch_size < asked.batch_size <= (most or asked.batch_size)
-        if self._settings.divides and asked.free_to_choose and is_cut:
+        largest = _largest(chosen)
+        if self._settings.divides and self._is_cut(decision, profile.request):
             decision, chosen = _divided((decision, chosen), profile, self._settings)
         decision = replace(decision, largest_batch_size=largest)
         if self._gpu is None and self._settings.batch_size != "fastest" and decision.footprint:
             # the CPU's speed would have to be measured, in every fit
             decision = replace(decision, footprint=replace(decision.footprint, timing=None))
         return decision, chosen
+
+    def _is_cut(self, decision: Decision, asked: Request) -> bool:
+        """Whether memory, of this rank or another, makes a batch smaller than asked for."""
+        most = self._settings.max_batch_size
+        by_memory = decision.limited_by in ("memory", "max_batch_size", "last_batch")
+        is_allowed = most is None or asked.batch_size <= most
+        return asked.free_to_choose and by_memory and is_allowed and decision.batch_size < asked.batch_size
 
 
 def choose(profile: RunProfile, ranks: Ranks, planner: Planner) -> Choice:

@@ -5,10 +5,9 @@ The data is read, and the steps are captured, in children: whatever the user's c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 from lightning_memguard.core.capture.capture import Captures
 from lightning_memguard.core.capture.curve import Curve, Terms
@@ -33,9 +32,6 @@ from lightning_memguard.training.run.host_side import HostSide
 from lightning_memguard.training.run.reading import Reading, Run
 from lightning_memguard.training.run.saving import Saving
 from lightning_memguard.units import format_bytes
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True)
@@ -174,34 +170,47 @@ class RunProfile:
         return trace.plus(self.extra)
 
     def _larger_validation(self, batch_size: int) -> ValidationRun | None:
-        """Validation, if its likely peak is larger than the step's; its most, if one of the two is not known."""
+        """Return validation if it takes more than the step: by the likely peak, or by the most if one is partial."""
         step, validation = self.prediction.footprint_at(batch_size), self.validation
         if validation is None:
             return None
-        ranks = [(each.peak_device_bytes, each.most_device_bytes) for each in (validation.footprint, step)]
-        if step.is_partial or validation.footprint.is_partial:
-            ranks = [rank[::-1] for rank in ranks]
-        return validation if ranks[0] > ranks[1] else None
+        is_partial = step.is_partial or validation.footprint.is_partial
+
+        def rank(each: Footprint) -> tuple[int, int]:
+            likely, most = each.peak_device_bytes, each.most_device_bytes
+            return (most, likely) if is_partial else (likely, most)
+
+        return validation if rank(validation.footprint) > rank(step) else None
 
     def footprint_at(self, batch_size: int) -> Footprint:
         """The memory of the run at a batch size: of its training step, or of validation if that takes more."""
-        most, validation = self._step_at(batch_size), self._larger_validation(batch_size)
-        if self.collates and validation is None:
-            batch = self.step.expected_batch(batch_size)[1]
-            collating = self._between_steps(most, "collate", batch=batch, temporaries=batch)
-            most = max(most, collating, key=lambda each: each.most_device_bytes)
-        objects = self._object_bytes(batch_size) if validation is None else 0
-        if validation is not None:
-            note = f"the peak is in validation, at its batch size of {validation.batch_size}"
-            notes = (note, *most.notes, *validation.footprint.notes)
-            most = _joined(replace(validation.footprint, batch_size=batch_size, notes=notes), most, "a training step")
-        elif self.validation is not None:
-            most = _joined(most, self.validation.footprint, "validation")
-        most = self.with_extra(most.plus_outside(objects) if objects else most)
-        if objects >= WORTH_A_NOTE and objects > _WORTH_A_NOTE * most.peak_device_bytes:
-            note = f"at most, {format_bytes(objects)} are objects of the samples, which are collated in this process"
-            most = replace(most, notes=(*most.notes, note))
-        return replace(most, notes=tuple(dict.fromkeys((*most.notes, *self.notes))))
+        step, larger = self._step_at(batch_size), self._larger_validation(batch_size)
+        if larger is None:
+            found = self._collating(step)
+            if self.validation is not None:
+                found = _joined(found, self.validation.footprint, "validation")
+            found = self._noting_objects(self.with_extra(self.with_objects(found)))
+        else:
+            note = f"the peak is in validation, at its batch size of {larger.batch_size}"
+            notes = (note, *step.notes, *larger.footprint.notes)
+            validation = replace(larger.footprint, batch_size=batch_size, notes=notes)
+            found = self.with_extra(_joined(validation, step, "a training step"))
+        return replace(found, notes=tuple(dict.fromkeys((*found.notes, *self.notes))))
+
+    def _collating(self, step: Footprint) -> Footprint:
+        """Return a step, or the collation of its batch in this process if that takes more."""
+        if not self.collates:
+            return step
+        batch = self.step.expected_batch(step.batch_size)[1]
+        collating = self._between_steps(step, "collate", batch=batch, temporaries=batch)
+        return max(step, collating, key=lambda each: each.most_device_bytes)
+
+    def _noting_objects(self, whole: Footprint) -> Footprint:
+        objects = self._object_bytes(whole.batch_size)
+        if objects < WORTH_A_NOTE or objects <= _WORTH_A_NOTE * whole.peak_device_bytes:
+            return whole
+        note = f"at most, {format_bytes(objects)} are objects of the samples, which are collated in this process"
+        return replace(whole, notes=(*whole.notes, note))
 
     @property
     def note_on_cache(self) -> tuple[str, ...]:
@@ -211,11 +220,11 @@ class RunProfile:
     def _step_at(self, batch_size: int) -> Footprint:
         """The memory of the training step, with what is cached over an epoch.
 
-        An epoch that fails is taken to fail with batches that are a little smaller, too.
+        An epoch that fails at a size is taken to fail from three quarters of that size on.
         """
         step, epochs = self.prediction.footprint_at(batch_size), self.epochs
-        near = min((size for size, each in epochs.items() if not each.fits and _NEAR * size < batch_size), default=0)
-        epoch = epochs.get(batch_size) or epochs.get(near)
+        failed = [size for size, each in epochs.items() if not each.fits and _FAILS_FROM * size < batch_size]
+        epoch = epochs.get(batch_size) or epochs.get(min(failed, default=0))
         if epoch:
             return step.over(epoch)
         return replace(step, notes=(*step.notes, *self.note_on_cache))
@@ -228,12 +237,13 @@ class RunProfile:
         """
         saving, step = self.saving, self.prediction.footprint_at(batch_size)
         copies = callbacks.copies_saved(self.facts)
-        if saving.parts and copies and not self.run.program.layout:
-            buffers = 1 if self.facts.device.type == "cpu" else 0
+        if saving.parts and copies and not self.run.program.layout:  # by a thread, next to a step
+            buffers = 1 if self.facts.device.type == "cpu" else 0  # where the host is the device
             copied = saving.content_bytes(step.parts) * (copies + buffers)
             return replace(self.with_extra(step.plus(copied, "checkpoint")), phase="checkpoint")
         if not saving.parts or not self.between:
             return None
+        # between two steps, whose buffer counts where the host is the device
         buffer = saving.content_bytes(self._between_steps(step, "checkpoint").parts)
         more = {"checkpoint": buffer, "temporaries": saving.made_bytes}
         found = self.with_extra(self._between_steps(step, "checkpoint", **more))
@@ -300,10 +310,10 @@ class RunProfile:
         return "shared_memory" if host.overrun[1] is host.shared_budget else "host_memory"
 
 
-_NEAR = 0.75
+_FAILS_FROM = 0.75
 
 
-# -- reading and predicting
+# -- predicting
 
 
 def profile_of(reading: Reading, captures: Captures) -> RunProfile:
@@ -324,46 +334,54 @@ def profile_of(reading: Reading, captures: Captures) -> RunProfile:
     if not prediction.scalable:
         fixed = "; ".join(filter(None, (_why_one_size(prediction, asked=not fixed), fixed)))
     validation = attempt(lambda: _validation(run, prediction)) if evaluation else Attempt(reason=run.evaluation.reason)
-    notes: tuple[str, ...] = ()
-    if validation.reason:
-        notes = (Note("no validation", f"validation was not predicted: {validation.reason}"),)
-    if validation.value and validation.value.prediction.method in PARTIAL:
-        why = "; ".join(validation.value.prediction.notes)
-        notes = (Note("no validation", f"the memory of validation's activations is unknown: {why}"),)
-    computing = callbacks.hooks_that_compute(run.facts.callbacks, but=partial(runs_here, module=run.program.module))
-    hooks = ", ".join(computing)
-    notes += (f"memory that callbacks take as they run is measured, not predicted: {hooks}",) if hooks else ()
-    notes += callbacks.notes_on_profiler(getattr(run.program.trainer, "profiler", None))
     trace, plain = next(iter(prediction.surveyed.values()), None), not (run.program.layout or prediction.kinds)
     on_cpu = trace is not None and plain and run.facts.device.type == "cpu" and run.program.trains
     between = tuple(trace.alive_between_steps(gradients=True)) if on_cpu and trace else ()
     own_loop = bool(reading.workers and reading.workers.loop)
+    curves = (prediction, *([validation.value.prediction] if validation.value else []))
     return RunProfile(
         run,
         prediction,
         reading.budget,
         replace(reading.request_on(prediction.surveyed.values(), fixed), batch_size=size),
-        validation.value,
-        reading.avoids_single_sample,
+        validation=validation.value,
+        avoids_single_sample=reading.avoids_single_sample,
         between=between,
         collates=reading.fresh and not own_loop and bool(between),
         objects_per_sample=reading.object_bytes if on_cpu and not own_loop else 0,
         saving=Saving.of(run, prediction, counts_host=reading.host is not None),
         host=HostSide(
-            reading.workers,
-            _kept_by_workers(reading, between),
-            reading.host,
-            reading.shared,
-            ranks_of_host(run.facts),
+            workers=reading.workers,
+            kept_bytes=_kept_by_workers(reading, between),
+            budget=reading.host,
+            shared=reading.shared,
+            ranks=ranks_of_host(run.facts),
         ),
-        notes=(*reading.notes, *notes),
-        kept=tuple(
-            kept
-            for each in (prediction, *([validation.value.prediction] if validation.value else []))
-            for kept in fit_kept((trace.batch_size, trace.kept) for trace in each.surveyed.values())
-        ),
+        notes=(*reading.notes, *_notes_on_validation(validation), *_notes_on_callbacks(run)),
+        kept=tuple(kept for each in curves for kept in _kept_by_batches(each)),
         differ=reading.differ,
     )
+
+
+def _notes_on_validation(validation: Attempt[ValidationRun]) -> Iterator[Note]:
+    """Say what of validation is not in the prediction."""
+    if validation.value and validation.value.prediction.method in PARTIAL:
+        why = "; ".join(validation.value.prediction.notes)
+        yield Note("no validation", f"the memory of validation's activations is unknown: {why}")
+    elif validation.reason:
+        yield Note("no validation", f"validation was not predicted: {validation.reason}")
+
+
+def _notes_on_callbacks(run: Run) -> Iterator[str]:
+    """Say what callbacks and the profiler take that is not predicted."""
+    hooks = callbacks.hooks_that_compute(run.facts.callbacks, but=partial(runs_here, module=run.program.module))
+    if hooks:
+        yield f"memory that callbacks take as they run is measured, not predicted: {', '.join(hooks)}"
+    yield from callbacks.notes_on_profiler(getattr(run.program.trainer, "profiler", None))
+
+
+def _kept_by_batches(curve: Curve) -> Iterable[Kept]:
+    return fit_kept((trace.batch_size, trace.kept) for trace in curve.surveyed.values())
 
 
 def _kept_by_workers(reading: Reading, between: Sequence[tuple[str, int]]) -> int:

@@ -58,9 +58,11 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Run:
-    """Objects of a run that stay in its own process.
+    """Objects of a run that stay in its own process. A child that has read it sends a `HandedRun` of it.
 
     Attributes:
+        facts: its settings.
+        loader_info: its data.
         program: its step.
         evaluation: its validation, if it is a fit with one; or why that is not known.
         validation_info: the data of that validation, predicted or not.
@@ -73,7 +75,7 @@ class Run:
     validation_info: LoaderInfo | None
 
     def detached(self) -> Run:
-        """Return what is known of the data, which can be sent."""
+        """Return what is known of the data, which can be sent; the rest is None until `RunProfile.attached_to`."""
         nothing: Any = None
         known = self.validation_info and self.validation_info.detached()
         return Run(nothing, self.loader_info.detached(), nothing, Attempt(), known)
@@ -108,7 +110,23 @@ class Run:
 
 @dataclass(frozen=True)
 class Reading:
-    """A run as it is read, before its steps are captured."""
+    """A run as a `RunReader` reads it, before its steps are captured.
+
+    Attributes:
+        batch_size: the size to capture at: the loader's, or one that was kept elsewhere.
+        request_of: returns what was asked for, given why the size cannot be changed; empty if it can.
+        budget: what its device offers to this rank.
+        avoids_single_sample: whether a last batch of one sample may fail.
+        notes: what had to be assumed of its data.
+        differ: whether its batches differ in size.
+        process_bytes: see `process_bytes`; nothing if the device is not the CPU.
+        workers: processes that prepare its batches; None if there are none.
+        host: what the host offers; None on the CPU, where it is the device.
+        shared: what /dev/shm offers; None without one.
+        fresh: whether its samples are made when they are asked for, so that a batch of them is there twice.
+        object_bytes: bytes of Python objects of a sample.
+        insists: whether the user asked for a batch size whatever it does to the steps of an epoch.
+    """
 
     run: Run
     batch_size: int

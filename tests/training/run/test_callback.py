@@ -588,7 +588,9 @@ def test_every_hook_is_guarded() -> None:
         def __getattr__(self, name: str) -> Any:
             raise OSError(name)
 
-    hooks = {name for name in vars(pl.Callback) if name in vars(MemGuard) and not name.startswith("__")}
+    hooks = {name for name in vars(MemGuard) if name.startswith("on_") or name in vars(pl.Callback)}
+    hooks = {name for name in hooks if not name.startswith("__")}
+    assert hooks <= {*vars(pl.Callback)}, "a hook that Lightning does not call"
     run = pl.Trainer(accelerator="cpu", logger=False)
     assert {"setup", "on_fit_start", "on_train_batch_start", "on_save_checkpoint", "teardown"} <= hooks
     for hook in hooks:
