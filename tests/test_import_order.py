@@ -108,7 +108,7 @@ ROOMS = {
         "predict",
         "lengths",
     ],
-    "core/layers": ["__init__", "layers", "textbook"],
+    "core/layers": ["__init__", "layers"],
     "report": [
         "__init__",
         "words",

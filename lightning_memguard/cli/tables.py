@@ -16,8 +16,6 @@ from rich.console import Console
 from lightning_memguard.core.decision.decision import Budget, Decision, needed_words, prediction_of, retries_words
 from lightning_memguard.core.gpus import Gpu
 from lightning_memguard.core.histories.history import line_of, operator_of, without_folders
-from lightning_memguard.core.layers.textbook import ratio_to_peak
-from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.report.decision_table import new_table, setup_text
 from lightning_memguard.report.page_data import budget_data, footprint_data, layer_data, picked
 from lightning_memguard.report.words import ACCURACY, duration, time_range
@@ -31,7 +29,6 @@ if TYPE_CHECKING:
     from lightning_memguard.core.histories.alternatives import Alternative
     from lightning_memguard.core.histories.history import History, Holder, OutOfMemory, Stack
     from lightning_memguard.core.layers.layers import Layer, LayerTable
-    from lightning_memguard.core.layers.textbook import TextbookSum, WeightMemory
     from lightning_memguard.core.replay.epoch import Epoch
     from lightning_memguard.training.planning.layouts import Fit
     from lightning_memguard.training.planning.lengths import AtLength
@@ -448,44 +445,11 @@ def _figures(of: Layer | LayerTable) -> tuple[str, ...]:
     return *weights, format_bytes(of.activation_bytes), format_count(of.flops), format_count(of.multiply_adds)
 
 
-def print_textbook(
-    sums: Sequence[TextbookSum], training: Footprint, inference: Footprint | None, why_not: str, console: Console
-) -> None:
-    """The classical sums versus the traced peaks of a training step and of an inference step."""
-    title = f"Textbook estimates versus the traced step, at batch size {training.batch_size}"
-    table = new_table(title, "Estimate", "Formula", ">Bytes", ">Versus traced", no_wrap=True)
-    rows = [(each.name, each.formula, each.total_bytes) for each in sums]
-    rows.append(("traced training step", "", training.peak_allocated_bytes))
-    rows += [("traced inference", "", inference.peak_allocated_bytes)] if inference else []
-    for name, formula, nbytes in rows:
-        ratio = ratio_to_peak(training, nbytes)
-        table.add_row(name, formula, format_bytes(nbytes), f"{ratio:.2f}", end_section=name == sums[-1].name)
-    console.print(table)
-    for each in sums:
-        console.print(f"{each.name} assumes: {'; '.join(each.assumptions)}.")
-    if why_not:
-        console.print(f"Inference was not predicted: {why_not.rstrip('.')}.")
-
-
-def print_weights(memory: Iterable[WeightMemory], console: Console) -> None:
-    """The weights in several data types."""
-    table = new_table("Memory of the weights", "Data type", ">All", ">Trainable")
-    for each in memory:
-        table.add_row(each.element, format_bytes(each.total_bytes), format_bytes(each.trainable_bytes))
-    console.print(table)
-
-
 def layers_data(table: LayerTable, depth: int | None = None) -> dict[str, Any]:
     """The table by layer for programs."""
     totals = "parameters", "trainable_parameters", "parameter_bytes", "buffer_bytes", "activation_bytes", "flops"
     layers = [layer_data(layer) for layer in table if depth is None or layer.depth <= depth]
     return {**picked(table, "batch_size", *totals, "multiply_adds", "notes"), "layers": layers}
-
-
-def sum_data(each: TextbookSum, training: Footprint) -> dict[str, Any]:
-    """A classical sum for programs."""
-    known = picked(each, "name", "formula", "total_bytes", "assumptions")
-    return {**known, "terms": dict(each.terms), "ratio_to_peak": ratio_to_peak(training, each.total_bytes)}
 
 
 def print_gpus(gpus: Iterable[Gpu], console: Console) -> None:

@@ -1,1 +1,1 @@
-"""The table by layer, and the textbook sums next to it."""
+"""The table by layer."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_memguard.core.batch.batches import Batches, batches_from_one
-from lightning_memguard.core.batch.nesting import batch_bytes, map_tensors, tensors_in
+from lightning_memguard.core.batch.nesting import map_tensors, tensors_in
 from lightning_memguard.core.capture.program import tensors
 from lightning_memguard.core.capture.recorder import Recorder, watching
 from lightning_memguard.core.decision.decision import check_count
@@ -79,8 +79,7 @@ class Layer(_Weights):
         name: the module's path; empty for the model itself, which also counts what runs outside of any child.
         type: the class of the module.
         output_shape: shape of the first tensor that its first call returned; None if it returned none.
-        output_elements: elements of all tensors that it returned, over all calls.
-        output_bytes: bytes of those tensors, each as if it had its own storage.
+        output_bytes: bytes of all tensors that it returned, over all calls, each as if it had its own storage.
         calls: how often it ran; 0 for a module that did not run.
         weights: the parameters it holds itself.
         activation_bytes: bytes it keeps for the backward pass: storages that autograd saved here first. Parameters,
@@ -93,7 +92,6 @@ class Layer(_Weights):
     name: str
     type: str
     output_shape: tuple[int, ...] | None = None
-    output_elements: int = 0
     output_bytes: int = 0
     calls: int = 0
     weights: tuple[Weight, ...] = ()
@@ -121,16 +119,12 @@ class LayerTable(_Weights, Shown):
         batch_size: number of samples that ran.
         layers: a row for each path to a module, the model's own first. A module that is reached by several paths has
             its figures in the first of these rows; the others name it in ``shared_with`` and repeat its parameters.
-        batch_bytes: bytes of the batch.
-        batch_elements: elements of the batch.
         buffer_bytes: bytes of the model's buffers.
         notes: what had to be assumed, in words.
     """
 
     batch_size: int
     layers: tuple[Layer, ...]
-    batch_bytes: int = 0
-    batch_elements: int = 0
     buffer_bytes: int = 0
     notes: tuple[str, ...] = ()
 
@@ -152,16 +146,6 @@ class LayerTable(_Weights, Shown):
     def weights(self) -> tuple[Weight, ...]:
         """Every parameter once."""
         return tuple({weight.name: weight for layer in self.layers for weight in layer.weights}.values())
-
-    @property
-    def output_elements(self) -> int:
-        """Elements that the leaves return: the textbook's activations."""
-        return sum(layer.output_elements for layer in self.layers if layer.is_leaf)
-
-    @property
-    def output_bytes(self) -> int:
-        """Bytes that the leaves return."""
-        return sum(layer.output_bytes for layer in self.layers if layer.is_leaf)
 
     @property
     def activation_bytes(self) -> int:
@@ -245,16 +229,13 @@ def table_of(module_copy: nn.Module, batch: object, batch_size: int, step: Step,
     saving = _saved_watched(recorder)
     with torch.enable_grad(), watching(recorder, module_copy), _outputs_watched() as outputs, saving as saved:
         result = step(module_copy, batch)
-    batch_tensors = list(tensors_in(batch))
-    kept = _bytes_by_module(saved, (*module_copy.parameters(), *module_copy.buffers(), *batch_tensors))
+    kept = _bytes_by_module(saved, (*module_copy.parameters(), *module_copy.buffers(), *tensors_in(batch)))
     del result  # held until here: it holds the graph, and all that is saved
     if recorder.ran_backward:
         recorder.assume("the step ran its own backward pass: what that freed is not counted")
     return LayerTable(
         batch_size,
         tuple(_rows(module_copy, outputs, kept, recorder.flops)),
-        batch_bytes(batch),
-        sum(tensor.numel() for tensor in batch_tensors),
         sum(buffer.numel() * buffer.element_size() for buffer in module_copy.buffers()),
         tuple(recorder.assumptions),
     )
@@ -306,7 +287,6 @@ def _on_meta(tensor: Tensor) -> Tensor:
 @dataclass
 class _Output:
     shape: tuple[int, ...] | None = None
-    elements: int = 0
     nbytes: int = 0
     calls: int = 0
 
@@ -321,7 +301,6 @@ def _outputs_watched() -> Iterator[dict[int, _Output]]:
         output.calls += 1
         for tensor in tensors_in(result):
             output.shape = tuple(tensor.shape) if output.shape is None else output.shape
-            output.elements += tensor.numel()
             output.nbytes += tensor.numel() * tensor.element_size()
 
     with nn.modules.module.register_module_forward_hook(note):
@@ -378,7 +357,6 @@ def _rows(
             name,
             type(module).__name__,
             output.shape,
-            output.elements,
             output.nbytes,
             output.calls,
             tuple(Weight(parameter_names[id(p)], p.numel(), p.nbytes, p.requires_grad) for _, p in own),
