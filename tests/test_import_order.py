@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1] / "lightning_memguard"
 # nor Lightning. report/ comes before training/ because the callback prints its table; a report knows no trainer.
 ROOMS = {
     "": ["_version", "errors", "units"],
-    "core": ["__init__", "foreign", "torch_port", "shown", "range"],
+    "core": ["__init__", "foreign", "objects", "torch_port", "shown", "range"],
     "core/trace": ["__init__", "scratch", "kept", "work", "trace", "growth", "depth", "lengths", "packed", "loading"],
     "core/replay": [
         "__init__",
@@ -219,6 +219,7 @@ ROOMS = {
     "__main__": [],
 }
 NOT_STD = {
+    "core/objects.py",
     "core/torch_port.py",
     "core/batch/nesting.py",
     "core/batch/batches.py",

@@ -27,12 +27,12 @@ from torch import nn
 from lightning_memguard.core.capture.capture import quiet
 from lightning_memguard.core.capture.recorder import part_bytes
 from lightning_memguard.core.device.budget import read_budget
+from lightning_memguard.core.objects import is_installed
 from lightning_memguard.errors import MemGuardError
 from lightning_memguard.training.planning.subject import MakeOptimizer, Step
 
 PRECISIONS = {"16": "16-mixed", "bf16": "bf16-mixed", "32": "32-true", "64": "64-true"}
 """The current names of the precisions for which Lightning accepts older names."""
-_INSTALLED = re.compile(r"site-packages|dist-packages|[/\\]lib[/\\]python")
 _CALL = re.compile(r"([\w.]+(?:/[\w./-]+)?:[\w.]+)(\(.*\))", re.DOTALL)
 _SHAPE = re.compile(  # as people write them: 8,3,64,64 or 8x3x64x64 or (8, 3, 64, 64)
     r"[(\[]?(?P<shape>\d+(?:\s*[,xX\u00d7]\s*\d+|\s+\d+)*),?[)\]]?"
@@ -132,7 +132,7 @@ def _where(error: BaseException) -> str:
     """The last line of the user's own code in the traceback, and the line that raised it if that is another."""
     ours = ("<frozen", str(Path(__file__).parents[1]), contextlib.__file__, importlib.__file__)
     frames = [each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith(ours)]
-    own = [frame for frame in frames if not _INSTALLED.search(frame.filename)]
+    own = [frame for frame in frames if not is_installed(frame.filename)]
     shown = (*own[-1:], *frames[-1:])
     lines = [f"\n  {frame.filename}:{frame.lineno} in {frame.name}: {frame.line}" for frame in shown]
     return "".join(dict.fromkeys(lines))

@@ -7,13 +7,13 @@ operators that compare them run. Lightning's own counters are read through `Coun
 
 from __future__ import annotations
 
-import functools
 import math
 import sys
 from collections import Counter as Counts
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -23,8 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_memguard.core import torch_port as port
-from lightning_memguard.core.capture.holders import users_classes
-from lightning_memguard.core.foreign import LIBRARIES
+from lightning_memguard.core.objects import COMPUTE, is_users, module_of, package_of, walk
 from lightning_memguard.core.replay.replay import replay
 from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.core.simulation.constants import KnownFakeMode, known_value
@@ -35,9 +34,6 @@ _FURTHER_STEPS = 5  # the counters pass the place in them, whether they begin at
 _BEFORE = 2  # the place
 _FARTHEST = 1_000_000
 _LATE = 1000  # the place for what is computed from a counter
-_MOST_OBJECTS = 50_000
-# Packages whose own comparisons, as of a limit of steps, change nothing of a step.
-_NOT_THE_STEP = LIBRARIES | {"torchmetrics"}
 
 
 @dataclass(frozen=True)
@@ -65,7 +61,7 @@ class _Numbers:
     def note(self, number: object, frame: FrameType, *, period: bool) -> None:
         if not isinstance(number, (int, float)) or not 1 < number <= _FARTHEST or (period and number == _BEFORE):
             return
-        if _package_of(frame) not in _NOT_THE_STEP or _module_of(frame).startswith("torch.optim."):
+        if package_of(frame) not in COMPUTE or module_of(frame).startswith("torch.optim."):
             line = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
             (self.periods if period else self.bounds).setdefault(int(number), line)
 
@@ -164,7 +160,7 @@ class Counters:
 
     def _note_comparison(self, number: object, *, period: bool) -> None:
         frame: Any = sys._getframe(1)
-        while frame and _package_of(frame) in _NOT_THE_STEP:
+        while frame and package_of(frame) in COMPUTE:
             frame = frame.f_back
         if frame and self._batches:
             self._steps.note(number, frame, period=period)
@@ -244,35 +240,25 @@ class Counters:
         return event is not None and event.step >= self.first_moved
 
 
-def _module_of(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__", ""))
-
-
-def _package_of(frame: FrameType) -> str:
-    return _module_of(frame).partition(".")[0]
-
-
 def _owners(roots: Iterable[object]) -> Iterator[MutableMapping[Any, Any]]:
     """The attributes of modules, optimizers and users' objects that are reached from some, and optimizers' state."""
-    queue, seen = deque(roots), set[int]()
-    while queue and len(seen) < _MOST_OBJECTS:
-        each: Any = queue.popleft()
-        if id(each) in seen:
-            continue
-        seen.add(id(each))
-        owners = [vars(each)] if hasattr(each, "__dict__") else []
-        if isinstance(each, nn.Module):
-            owners.append(port.buffers_of(each))
-            queue.extend(each.children())
-        if isinstance(each, Optimizer):
-            states = getattr(each, "state", {}).values()
-            owners += [*each.param_groups, *(state for state in states if isinstance(state, dict))]
-        for owner in owners:
-            yield owner
-            queue.extend(value for value in owner.values() if _is_owner(value.__class__))
+    for owner in walk(roots, _inside):
+        yield from _values_of(owner)
 
 
-@functools.cache
-def _is_owner(kind: type) -> bool:
-    is_users = bool(users_classes(kind)) and not issubclass(kind, (Tensor, type, Trace)) and hasattr(kind, "__dict__")
-    return is_users or issubclass(kind, (nn.Module, Optimizer))
+def _inside(owner: object) -> Iterator[object]:
+    values = (value for held in _values_of(owner) for value in held.values() if _is_owner(value))
+    return chain(owner.children() if isinstance(owner, nn.Module) else (), values)
+
+
+def _values_of(owner: object) -> Iterator[MutableMapping[Any, Any]]:
+    yield vars(owner)
+    if isinstance(owner, nn.Module):
+        yield port.buffers_of(owner)
+    if isinstance(owner, Optimizer):
+        states = getattr(owner, "state", {}).values()
+        yield from (*owner.param_groups, *(state for state in states if isinstance(state, dict)))
+
+
+def _is_owner(thing: object) -> bool:
+    return isinstance(thing, (nn.Module, Optimizer)) or (is_users(thing) and hasattr(thing, "__dict__"))

@@ -5,7 +5,6 @@ Python knows who refers to an object, but not by which name; so the walk goes fo
 
 from __future__ import annotations
 
-import contextlib
 import dis
 import functools
 import gc
@@ -13,30 +12,36 @@ import inspect
 import re
 import sys
 from collections import deque
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
+from operator import itemgetter
 from pathlib import Path
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
 
 from lightning_memguard.core import torch_port as port
 from lightning_memguard.core.batch.nesting import is_dense
-from lightning_memguard.core.foreign import LIBRARIES
+from lightning_memguard.core.objects import (
+    COMPUTE,
+    DATA,
+    PLAIN,
+    closed_over,
+    function_of,
+    is_users,
+    package_of,
+    tensors_held,
+    users_classes,
+    users_members,
+    walk,
+)
 
-_MOST_OBJECTS = 50_000
 _SAMPLED = 256  # entries of a long container that are looked at
-# Trainers, loops, loggers and optimizers lead everywhere.
-LEAD_EVERYWHERE = LIBRARIES | {"rich", "builtins"}
-_PYTHONS = sys.stdlib_module_names - {"__main__"}
-_DATA = (Dataset, DataLoader)
 _CACHED = type(functools.lru_cache(len))
-_PLAIN = (bool, int, float, complex, type(None))
+_CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 _SHARED = (dict, list, set, deque, _CACHED)  # variables of files and of classes that may grow
 
 
@@ -62,35 +67,46 @@ class Holding(NamedTuple):
     in_graph: bool
 
 
+_Found = tuple[Holder, Any, float, bool]  # a thing, how many it stands for, and whether a graph holds it
+
+
 def holdings(roots: Mapping[str, object]) -> Iterator[Holding]:
     """Walk all that named objects hold, nearest first; each tensor and array comes once."""
-    queue: deque[tuple[Holder, Any, float, bool]] = deque()
-    queue.extend((Holder(name, name), root, 1.0, False) for name, root in roots.items())
-    seen: dict[int, object] = {}  # kept alive, so that none of them is another's address
-    while queue and len(seen) < _MOST_OBJECTS:
-        holder, thing, weight, in_graph = queue.popleft()
-        if isinstance(thing, Tensor) and thing.layout is torch.strided and not thing.is_nested:
-            storage = thing.untyped_storage()
-            if port.storage_id(storage) not in seen:
-                seen[port.storage_id(storage)] = storage
-                yield Holding(holder, thing, weight * storage.nbytes(), in_graph)
-        if id(thing) in seen or isinstance(thing, _PLAIN):
-            continue
-        seen[id(thing)] = thing
-        if isinstance(thing, np.ndarray) and thing.base is None:
-            yield Holding(holder, thing, weight * thing.nbytes, in_graph)
+    begun: Iterator[_Found] = ((Holder(name, name), root, 1.0, False) for name, root in roots.items())
+    storages: dict[int, object] = {}  # kept alive, so that none of them is another's address
+    for holder, thing, weight, in_graph in walk(begun, _inside, itemgetter(1)):
+        if isinstance(thing, Tensor):
+            storage = thing.untyped_storage() if is_dense(thing) else None
+            if storage is None or port.storage_id(storage) in storages:
+                continue
+            storages[port.storage_id(storage)] = storage
+            nbytes: float = storage.nbytes()
+        elif isinstance(thing, np.ndarray) and thing.base is None:
+            nbytes = thing.nbytes
         elif isinstance(thing, (str, bytes, bytearray)):
-            yield Holding(holder, thing, weight * sys.getsizeof(thing), in_graph)
-        elif isinstance(thing, (dict, list, tuple, set, frozenset, deque)):
-            few = list(islice(thing.values() if isinstance(thing, dict) else thing, _SAMPLED))
-            plain = sum(sys.getsizeof(each) for each in few if isinstance(each, _PLAIN))
-            nbytes, more = weight * sys.getsizeof(thing), weight * max(1.0, len(thing) / _SAMPLED)
-            yield Holding(holder, thing, nbytes + more * plain, in_graph)
-            queue.extend((holder, each, more, in_graph) for each in few)
+            nbytes = sys.getsizeof(thing)
+        elif isinstance(thing, _CONTAINERS):
+            few, more = _sample(thing)
+            nbytes = sys.getsizeof(thing) + more * sum(sys.getsizeof(each) for each in few if isinstance(each, PLAIN))
         else:
-            inside = in_graph or _is_node(thing)
-            with contextlib.suppress(Exception):  # users' objects may raise anything
-                queue.extend((*found, weight, inside) for found in _in(holder, thing))
+            continue
+        yield Holding(holder, thing, weight * nbytes, in_graph)
+
+
+def _sample(container: Any) -> tuple[list[Any], float]:
+    """Some entries of a container, and how many each stands for."""
+    entries = container.values() if isinstance(container, dict) else container
+    return list(islice(entries, _SAMPLED)), max(1.0, len(container) / _SAMPLED)
+
+
+def _inside(found: _Found) -> Iterator[_Found]:
+    holder, thing, weight, in_graph = found
+    if isinstance(thing, _CONTAINERS):
+        few, more = _sample(thing)
+        yield from ((holder, each, weight * more, in_graph) for each in few if not isinstance(each, PLAIN))
+    else:
+        below = in_graph or _is_node(thing)
+        yield from ((*each, weight, below) for each in _in(holder, thing) if not isinstance(each[1], PLAIN))
 
 
 def _is_node(thing: object) -> bool:
@@ -107,9 +123,8 @@ def _in(holder: Holder, thing: Any) -> Iterator[tuple[Holder, object]]:
         yield from ((holder, each) for each in (*(node for node, _ in thing.next_functions), *_saved_by(thing)))
     elif isinstance(thing, FunctionType):
         where = f" in {thing.__qualname__.replace('.<locals>', '')}()"
-        for name, cell in zip(thing.__code__.co_freevars, thing.__closure__ or (), strict=True):
-            with contextlib.suppress(ValueError):  # an empty one
-                yield Holder(name + where * (name != "self"), name, thing), cell.cell_contents
+        for name, value in closed_over(thing):
+            yield Holder(name + where * (name != "self"), name, thing), value
     elif isinstance(thing, (functools.partial, MethodType)):
         yield from ((holder, each) for each in gc.get_referents(thing))
     elif isinstance(thing, _CACHED):
@@ -130,25 +145,13 @@ def _in(holder: Holder, thing: Any) -> Iterator[tuple[Holder, object]]:
         yield from ((Holder(f"{holder.name}.{name}", name, thing), value) for name, value in values.items())
 
 
+def _is_walked(thing: object) -> bool:
+    return isinstance(thing, (nn.Module, *DATA)) or is_users(thing)
+
+
 def _shared_of(thing: object) -> dict[str, object]:
     named = vars(thing).items()
     return {name: each for name, each in named if isinstance(each, _SHARED) and not name.startswith("__")}
-
-
-def _is_walked(thing: object) -> bool:
-    is_users = bool(users_classes(type(thing))) and not isinstance(thing, (type, BuiltinFunctionType))
-    return isinstance(thing, (nn.Module, *_DATA)) or is_users
-
-
-def users_classes(cls: type) -> list[type]:
-    """A class and those it inherits from that belong to neither Python, torch nor Lightning."""
-    names = ((each, each.__module__.partition(".")[0]) for each in cls.__mro__)
-    return [each for each, name in names if name not in LEAD_EVERYWHERE and name not in _PYTHONS]
-
-
-def users_members(cls: type) -> dict[str, Any]:
-    """Return by name what a class has of the user's own code, inherited or not."""
-    return {name: member for each in reversed(users_classes(cls)) for name, member in vars(each).items()}
 
 
 def names_in(function: object) -> tuple[set[str], set[str], set[str]]:
@@ -156,7 +159,7 @@ def names_in(function: object) -> tuple[set[str], set[str], set[str]]:
 
     Functions inside it count. There are none in what has no code, as a builtin.
     """
-    code = getattr(getattr(function, "__func__", getattr(function, "fget", function)), "__code__", function)
+    code = getattr(function_of(function), "__code__", function)
     found = set[str](), set[str](), set[str]()
     for each in dis.get_instructions(code) if isinstance(code, CodeType) else ():
         if isinstance(each.argval, CodeType):
@@ -191,9 +194,8 @@ class UsersCode:
         todo: list[Any] = [users_members(type(self._owner)).get(hook), getattr(self._owner, "__dict__", {}).get(hook)]
         seen = set[int]()
         while todo:
-            member = todo.pop()
-            function = getattr(member, "__func__", getattr(member, "fget", member))
-            if not isinstance(function, FunctionType) or id(function) in seen or is_of(function, _NOT_FOLLOWED):
+            function = function_of(todo.pop())
+            if not isinstance(function, FunctionType) or id(function) in seen or package_of(function) in COMPUTE:
                 continue
             seen.add(id(function))
             yield function
@@ -206,13 +208,6 @@ class UsersCode:
         return set[str]().union(*(names for each in self.called_by(hook) for names in names_in(each)))
 
 
-def is_of(thing: object, packages: Container[str]) -> bool:
-    """Whether a module, class or function is of one of these packages."""
-    name = thing.__name__ if isinstance(thing, ModuleType) else getattr(thing, "__module__", None)
-    return str(name).partition(".")[0] in packages
-
-
-_NOT_FOLLOWED = LEAD_EVERYWHERE | _PYTHONS | {"torchmetrics", "numpy", "sklearn"}
 _FROM_GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT", "IMPORT_NAME")
 
 
@@ -242,30 +237,14 @@ def tensors_of(module: nn.Module) -> list[Tensor]:
 
 
 def unregistered_tensors(module: nn.Module) -> Iterator[Tensor]:
-    """Yield the tensors that a module holds besides parameters and buffers: unlike these, they do not go to a GPU.
+    """Return the tensors that a module holds besides parameters and buffers: unlike these, they do not go to a GPU.
 
     They are in lists, objects and modules that it did not register, as a frozen teacher in ``self.teacher = [net]``, or
     attributes of parameters. Data that it holds is left out.
     """
     owners = (*module.modules(), *module.parameters())
-    queue: deque[Any] = deque({k: v for k, v in vars(each).items() if k not in _REGISTERED} for each in owners)
-    seen: dict[int, object] = {id(each): each for each in owners}  # kept alive, as in `holdings`
-    while queue and len(seen) < len(owners) + _MOST_OBJECTS:
-        thing = queue.popleft()
-        if isinstance(thing, (*_PLAIN, str)) or id(thing) in seen:
-            continue
-        seen[id(thing)] = thing
-        if isinstance(thing, Tensor):
-            if is_dense(thing):
-                yield thing
-        elif isinstance(thing, (list, tuple, set, frozenset, deque)):
-            queue.extend(thing)
-        elif isinstance(thing, dict):
-            queue.extend(thing.values())
-        elif isinstance(thing, nn.Module) or (
-            _is_walked(thing) and not isinstance(thing, _DATA) and not hasattr(thing, "train_dataloader")
-        ):
-            queue.append(getattr(thing, "__dict__", {}))
+    held = ({k: v for k, v in vars(each).items() if k not in _REGISTERED} for each in owners)
+    return filter(is_dense, tensors_held(*held, but=owners))
 
 
 _REGISTERED = ("_parameters", "_buffers", "_modules")
@@ -308,10 +287,8 @@ def use_of(holder: Holder, roots: Iterable[object] = ()) -> Use:
 
 def _methods_of(cls: type) -> Iterator[Any]:
     """Yield methods that a user wrote, by which code is found that was typed into a notebook; a class is not."""
-    for member in (member for each in users_classes(cls) for member in vars(each).values()):
-        method = getattr(member, "__func__", getattr(member, "fget", member))
-        if isinstance(method, FunctionType):
-            yield method
+    members = (function_of(member) for each in users_classes(cls) for member in vars(each).values())
+    return (each for each in members if isinstance(each, FunctionType))
 
 
 def _use_in(owner: Any, name: str, *, is_method: bool) -> Use:

@@ -157,7 +157,7 @@ class Program(ABC):
 
     def with_batches(self, batches: Batches) -> Self:
         """Return the program on other batches; these are as the hooks around their transfer leave them."""
-        return self._with(batches=batches)
+        return self.edited(batches=batches)
 
     def without_samples(self) -> Self:
         """Return the program on batches known by their shapes alone."""
@@ -200,14 +200,6 @@ class Program(ABC):
         """Sizes of real batches are multiples of this."""
         return math.lcm(*(each.multiple for each in self.families))
 
-    def with_precision(self, precision: str) -> Self:
-        """Return the program in another precision."""
-        return self._with(precision=precision)
-
-    def with_accumulation(self, batches: int) -> Self:
-        """Return the program with an optimizer step every so many batches."""
-        return self._with(accumulate_grad_batches=batches)
-
     def with_bucket_views(self) -> Program | None:
         """Return the program with gradients as views of DDP's buckets; None without DDP, or if they are already."""
         return None
@@ -218,17 +210,14 @@ class Program(ABC):
 
     def with_change(self, change: Change) -> Self:
         """Return the program with each copy of the module changed before it runs."""
-        return self._with(changes=(*self.changes, change))
-
-    def with_around(self, around: Around) -> Self:
-        """Return the program with each training step run in a context of its own."""
-        return self._with(around=around)
+        return self.edited(changes=(*self.changes, change))
 
     def _with_families(self, change: Callable[[Batches], Batches]) -> Self:
         changed = tuple(map(change, self.families))
-        return self._with(batches=changed if isinstance(self.batches, tuple) else changed[0])
+        return self.edited(batches=changed if isinstance(self.batches, tuple) else changed[0])
 
-    def _with(self, **fields: object) -> Self:
+    def edited(self, **fields: object) -> Self:
+        """Return the program with other attributes, such as ``precision``."""
         return replace(self, **fields)  # type: ignore[type-var]  # each program is a dataclass
 
 
@@ -315,8 +304,8 @@ class LoopProgram(Program):
         return replace(self, optimizer=lambda parameters: swap(make(parameters)), few=None)
 
     @override
-    def _with(self, **fields: object) -> Self:
-        return super()._with(**fields if fields.keys() == {"batches"} else {"few": None, **fields})
+    def edited(self, **fields: object) -> Self:
+        return super().edited(**fields if fields.keys() == {"batches"} else {"few": None, **fields})
 
     @override
     def run(self, recorder: Recorder, batch_size: int, *, fake: bool) -> None:

@@ -21,8 +21,9 @@ from torch.nn.parameter import is_lazy
 
 from lightning_memguard.core import torch_port as port
 from lightning_memguard.core.batch.nesting import batch_bytes, shapes_of, tensors_in
-from lightning_memguard.core.foreign import LIBRARIES, patched
+from lightning_memguard.core.foreign import patched
 from lightning_memguard.core.kernels.arguments import operands
+from lightning_memguard.core.objects import AROUND, is_installed, module_of, package_of
 from lightning_memguard.core.simulation import streams
 from lightning_memguard.core.torch_port import DisableTorchFunction, FakeTensor, no_dispatch
 from lightning_memguard.core.trace.trace import WAITS, Action, Event, Shapes
@@ -297,8 +298,6 @@ def plain_tensors(out: object, *, inside: bool = True) -> Iterator[Tensor]:
             yield from plain_tensors([getattr(tensor, name) for name in names()[0]])
 
 
-# Packages around the model's own code.
-_NOT_THE_MODEL = LIBRARIES | {"contextlib"}
 _END_OF_THE_STEP = "lightning_memguard.core.capture.capture"  # callers of it are not the model
 
 
@@ -312,15 +311,15 @@ def _line_of_the_model(frame: FrameType | None) -> str:
 
 @functools.cache
 def _is_of_the_model(name: str) -> bool:
-    return name.partition(".")[0] not in _NOT_THE_MODEL
+    return name.partition(".")[0] not in AROUND
 
 
 def line_that_checks() -> str:
     """The line that asks for values now, as ``file:line``; empty if it belongs to a library."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and (name := str(frame.f_globals.get("__name__", ""))).startswith(_MACHINERY):
+    while frame is not None and module_of(frame).startswith(_MACHINERY):
         frame = frame.f_back
-    own = frame is not None and _is_of_the_model(name) and "site-packages" not in frame.f_code.co_filename
+    own = frame is not None and package_of(frame) not in AROUND and not is_installed(frame.f_code.co_filename)
     return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame and own else ""
 
 
@@ -331,7 +330,7 @@ _MACHINERY = ("lightning_memguard.", "torch._ops", "torch._subclasses", "torch._
 def line_behind(error: BaseException) -> str:
     """The innermost line of the model's own code in an error's traceback, as ``file:line``; empty if there is none."""
     for frame, lineno in reversed(list(traceback.walk_tb(error.__traceback__))):
-        if _is_of_the_model(str(frame.f_globals.get("__name__", ""))):
+        if package_of(frame) not in AROUND:
             return f"{frame.f_code.co_filename}:{lineno}"
     return ""
 

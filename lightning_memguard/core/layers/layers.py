@@ -21,7 +21,9 @@ from lightning_memguard.core.batch.nesting import map_tensors, tensors_in
 from lightning_memguard.core.capture.program import tensors
 from lightning_memguard.core.capture.recorder import Recorder, watching
 from lightning_memguard.core.decision.decision import check_count
+from lightning_memguard.core.foreign import LIBRARIES
 from lightning_memguard.core.gpus import Gpu
+from lightning_memguard.core.objects import package_of
 from lightning_memguard.core.shown import Shown
 from lightning_memguard.core.simulation.fake import fake_copy, isolated_rng, real_copy, storage_address
 from lightning_memguard.core.simulation.fake_cuda import FAKE_DEVICE
@@ -244,8 +246,7 @@ def table_of(module_copy: nn.Module, batch: object, batch_size: int, step: Step,
 def run_model(model: nn.Module, batch: Any) -> object:
     """Call a model as its batch suggests: see ``batch`` of `layer_table`."""
     own_step = getattr(model, "training_step", None)
-    is_base = (getattr(own_step, "__module__", None) or "").startswith(("lightning.pytorch.", "pytorch_lightning."))
-    if callable(own_step) and not is_base:  # the base class has an empty one
+    if callable(own_step) and package_of(own_step) not in LIBRARIES:  # the base class has an empty one
         return own_step(batch, 0) if _accepts(own_step, (batch, 0)) else own_step(batch)
     if isinstance(batch, Mapping) or hasattr(batch, "keys"):  # tokenizers' batches are not a Mapping
         return model(**batch)

@@ -12,8 +12,9 @@ from torch.optim import Optimizer
 
 from lightning_memguard.core import torch_port as port
 from lightning_memguard.core.capture.capture import isolated
-from lightning_memguard.core.capture.holders import LEAD_EVERYWHERE, UsersCode, tensors_of, users_classes, users_members
+from lightning_memguard.core.capture.holders import UsersCode, tensors_of
 from lightning_memguard.core.capture.recorder import Recorder, part_bytes
+from lightning_memguard.core.objects import tensors_held, users_classes, users_members
 from lightning_memguard.core.simulation.constants import suppose
 from lightning_memguard.core.simulation.fake import real_copy
 from lightning_memguard.core.torch_port import FakeTensor, tree_leaves
@@ -31,7 +32,6 @@ _PACKAGES = ("lightning.pytorch.callbacks", "pytorch_lightning.callbacks")
 # Each keeps one copy of the whole module from its setup on; by name, since older Lightnings lack the first.
 _AVERAGING = ("WeightAveraging", "StochasticWeightAveraging")
 _SCHEDULER = "GradientAccumulationScheduler"
-_DEPTH = 4  # of containers within a callback
 OPTIMIZER = "optimizer_state"
 
 
@@ -73,7 +73,7 @@ class Pruner:
         lightning.prune_others(self._callback, named)
         with recorder.paused():
             self._callback.setup(None, module_copy, "fit")  # names all weights if none were named, and may copy them
-        for tensor in tensors_held(vars(self._callback), {id(module_copy)}):
+        for tensor in held_in(vars(self._callback), module_copy):
             recorder.hold(tensor)  # those that the user's callback has were counted
 
     @torch.no_grad()
@@ -174,7 +174,7 @@ def unsaved_bytes(module: nn.Module, datamodule: object = None) -> tuple[int, in
     """
     held = tensors_of(module)
     held += [each for each in tree_leaves(dict(getattr(module, "hparams", {}))) if isinstance(each, torch.Tensor)]
-    data = [*tensors_held(getattr(datamodule, "hparams", None), set())]
+    data = [*held_in(getattr(datamodule, "hparams", None))]
 
     def saved() -> tuple[int, int]:
         content: dict[str, Any] = {"state_dict": module.state_dict(), "hparams": dict(getattr(module, "hparams", {}))}
@@ -210,7 +210,7 @@ def notes_on_hyperparameters(*owners: object) -> tuple[str, ...]:
 
 
 def _tensor_bytes(thing: object) -> int:
-    return part_bytes({"": [*tensors_held(thing, set())]}, "cpu")[""]
+    return part_bytes({"": [*held_in(thing)]}, "cpu")[""]
 
 
 _DECIDES = ("state_dict", "on_save_checkpoint", "get_extra_state", "_save_to_state_dict")
@@ -247,29 +247,13 @@ def held_bytes(callbacks: Iterable[Callback], module: nn.Module, device: torch.d
     """
     own = [*module.parameters(), *module.buffers()]
     counted = (callback for callback in callbacks if averaging or not _averages(callback))
-    seen = {id(module)}
-    held = [tensor for callback in counted for tensor in tensors_held(vars(callback), seen)]
+    held = held_in([vars(callback) for callback in counted], module)
     return part_bytes({"own": own, "held": held}, device.type)["held"]
 
 
-def tensors_held(thing: object, seen: set[int]) -> Iterator[torch.Tensor]:
-    """Yield the tensors in an object's containers, objects and modules, but for those that were ``seen``, by ``id``."""
-    return _tensors(thing, _DEPTH, seen)
-
-
-def _tensors(thing: object, depth: int, seen: set[int]) -> Iterator[torch.Tensor]:
-    if id(thing) in seen or depth < 0:
-        return
-    seen.add(id(thing))
-    if isinstance(thing, torch.Tensor):
-        yield from [thing] if thing.dim() else []  # a score or a counter is not worth counting
-    elif isinstance(thing, nn.Module):
-        yield from (*thing.parameters(), *thing.buffers())
-    elif isinstance(thing, (dict, list, tuple, set)):
-        for value in list(thing.values() if isinstance(thing, dict) else thing):
-            yield from _tensors(value, depth - 1, seen)
-    elif depth and not (type(thing).__module__.partition(".")[0] in LEAD_EVERYWHERE or is_a(thing, "Trainer")):
-        yield from _tensors(getattr(thing, "__dict__", None), depth - 1, seen)
+def held_in(thing: object, *but: nn.Module) -> Iterator[torch.Tensor]:
+    """Return the tensors that an object holds, without scores and counters, and without those of some modules."""
+    return (each for each in tensors_held(thing, but=but) if each.dim())
 
 
 # -- parameters that are trained later

@@ -22,13 +22,14 @@ from torch import nn
 from torch.nn import functional
 from typing_extensions import override
 
-from lightning_memguard.core.capture.holders import UsersCode, is_of, names_in, users_classes, users_members
+from lightning_memguard.core.capture.holders import UsersCode, names_in
 from lightning_memguard.core.capture.recorder import Recorder, part_bytes
 from lightning_memguard.core.foreign import patched
 from lightning_memguard.core.isolation.pool import is_forked
+from lightning_memguard.core.objects import is_users, package_of, users_members, walk
 from lightning_memguard.core.simulation.fake import fake_copy, real_copy
 from lightning_memguard.core.trace.trace import WORTH_A_NOTE
-from lightning_memguard.training.adapter.callbacks import tensors_held
+from lightning_memguard.training.adapter.callbacks import held_in
 from lightning_memguard.training.adapter.stand_ins import IdleCallback
 from lightning_memguard.training.facts import lightning_port as lightning
 from lightning_memguard.training.facts.ranks import attempt
@@ -64,18 +65,16 @@ class Lists:
                 each.extend([*each][-(grown // batches) :] * max(0, in_all - batches))
 
     def _lists(self) -> Iterator[Any]:
-        parts, seen = [*self._owners], {id(owner) for owner in self._owners}
-        for number, part in enumerate(parts):
-            is_near = number < len(self._owners) or not isinstance(part, nn.Module)
-            for value in [*vars(part).values()]:
-                for each in [value, *value.values()] if isinstance(value, dict) else [value]:
-                    if type(each) in (list, deque):
-                        yield each
-                    elif id(each) not in seen and (
-                        isinstance(each, nn.Module) or (is_near and users_classes(type(each)))
-                    ):
-                        seen.add(id(each))
-                        parts += [each] if hasattr(each, "__dict__") else []
+        return (each for each in walk(self._owners, _lists_and_owners) if type(each) in (list, deque))
+
+
+def _lists_and_owners(owner: Any) -> Iterator[object]:
+    """Yield the lists that a module or an object of the user's has, also in a dict, and such objects below it."""
+    values = [*vars(owner).values()] if hasattr(owner, "__dict__") else []
+    for value in values:
+        for each in [value, *value.values()] if isinstance(value, dict) else [value]:
+            if type(each) in (list, deque) or isinstance(each, nn.Module) or is_users(each):
+                yield each
 
 
 def has_own(owner: object, hook: str) -> bool:
@@ -150,7 +149,7 @@ def collecting(
     own = getattr(copied.value, "callback", None)
     if own is None or own is callback:
         return IdleCallback(callback)
-    for tensor in tensors_held(vars(own), {id(module_copy)}):
+    for tensor in held_in(vars(own), module_copy):
         recorder.hold(tensor)  # those that the user's callback has were counted
     return CollectingCallback(callback, own, hooks)
 
@@ -326,12 +325,13 @@ def _is_known(function: types.FunctionType, known: AbstractSet[str]) -> bool:
     def is_known(name: str) -> bool:
         value = function.__globals__.get(name)
         if isinstance(value, types.ModuleType):
-            return is_of(value, _LIBRARIES)
+            return package_of(value) in _LIBRARIES
         return isinstance(value, types.FunctionType) or name in known
 
     return not around and attributes <= known and all(map(is_known, of_globals))
 
 
+# Whose functions do nothing but compute and count: a hook that calls no other is run on a copy.
 _LIBRARIES = ("torch", "torchmetrics", "math", "numpy", "gc", "sklearn", "copy", "collections", "itertools")
 _ACT = {"save", "load", "compile", "eval", "exec", "open", "input", "breakpoint", "exit", "quit", "help", "__import__"}
 _ACT |= {"write", "vars", "globals", "locals", "__dict__"}  # the last four: by which a Trainer could be steered

@@ -17,7 +17,9 @@ import random
 import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from multiprocessing.sharedctypes import SynchronizedBase, synchronized
+from operator import itemgetter
 from typing import Any, TypeVar
 
 import numpy as np
@@ -25,9 +27,9 @@ import torch
 from torch.utils.data import Dataset, Sampler
 
 from lightning_memguard.core.capture.capture import isolated
-from lightning_memguard.core.capture.holders import users_classes
 from lightning_memguard.core.foreign import LIBRARIES
 from lightning_memguard.core.isolation.pool import can_fork, is_forked
+from lightning_memguard.core.objects import closed_over, package_of, users_classes, walk
 from lightning_memguard.core.simulation.fake import isolated_rng
 from lightning_memguard.errors import CannotTraceError
 
@@ -56,23 +58,20 @@ def refuse_one_shot(loader: object) -> None:
 
 def refuse_held_iterators(holder: object) -> None:
     """Refuse a loader or dataset that holds, at any depth, a running iterator that cannot be set back."""
-    known = {id(holder)}
-    todo = deque([(type(holder).__name__, holder)])
-    while todo and len(known) < _MAX_COPIED:
-        name, thing = todo.popleft()
-        for label, value in _named_members(name, thing):
-            if _is_read_once(value):
-                raise CannotTraceError(
-                    f"{label} is a {type(value).__name__}, which can be read only once: "
-                    "drawing a sample would take it from the training. Make the iterator in `__iter__`."
-                )
-            if id(value) not in known and not isinstance(value, _LEAVES):
-                known.add(id(value))
-                todo.append((label, value))
+    found = walk([(type(holder).__name__, holder)], _named_members, itemgetter(1), _MAX_COPIED)
+    for label, value in islice(found, 1, None):
+        if _is_read_once(value):
+            raise CannotTraceError(
+                f"{label} is a {type(value).__name__}, which can be read only once: "
+                "drawing a sample would take it from the training. Make the iterator in `__iter__`."
+            )
 
 
-def _named_members(name: str, thing: object) -> Iterator[tuple[str, object]]:
+def _named_members(found: tuple[str, object]) -> Iterator[tuple[str, object]]:
     """What an object refers to, each with what it is called."""
+    name, thing = found
+    if isinstance(thing, _LEAVES):
+        return
     own = {} if isinstance(thing, (type, types.FunctionType)) else getattr(thing, "__dict__", {})
     for attribute, value in own.items():
         yield f"{type(thing).__name__}.{attribute}", value
@@ -171,7 +170,7 @@ def _is_code(thing: object) -> bool:
 def _is_plain(thing: object) -> bool:
     """Whether an object of the user's is just its attributes: its class does not define how it is copied."""
     kind = type(thing)
-    if kind.__module__.partition(".")[0] in LIBRARIES | {"builtins"}:
+    if package_of(kind) in LIBRARIES | {"builtins"}:  # Python's other classes have a state, too, as an open archive
         return False
     names = ("__reduce_ex__", "__reduce__", "__getstate__", "__setstate__", "__copy__", "__deepcopy__")
     return all(getattr(kind, name, None) is getattr(object, name, None) for name in names)
@@ -180,7 +179,7 @@ def _is_plain(thing: object) -> bool:
 @contextlib.contextmanager
 def preserve_state(thing: object) -> Iterator[None]:
     """Afterwards, set back the global random state, and the generators and open files that an object refers to."""
-    restores = list(_restores(thing, _MAX_DEPTH, set()))
+    restores = [*filter(None, map(_restore, walk([thing], _members)))]
     with isolated_rng():
         try:
             yield
@@ -189,22 +188,18 @@ def preserve_state(thing: object) -> Iterator[None]:
                 restore()
 
 
-def _restores(thing: object, depth: int, seen: set[int]) -> Iterator[Callable[[], object]]:
-    if id(thing) in seen or depth < 0:
-        return
-    seen.add(id(thing))
+def _restore(thing: Any) -> Callable[[], object] | None:
+    """What sets a generator or a file back to where it is; None for other things."""
     if isinstance(thing, (torch.Generator, np.random.RandomState)):
-        yield functools.partial(thing.set_state, thing.get_state())  # type: ignore[arg-type]
-    elif isinstance(thing, np.random.Generator):
-        yield functools.partial(setattr, thing.bit_generator, "state", copy.deepcopy(thing.bit_generator.state))
-    elif isinstance(thing, random.Random):
-        yield functools.partial(thing.setstate, thing.getstate())
-    elif isinstance(thing, io.IOBase):
+        return functools.partial(thing.set_state, thing.get_state())  # type: ignore[arg-type]
+    if isinstance(thing, np.random.Generator):
+        return functools.partial(setattr, thing.bit_generator, "state", copy.deepcopy(thing.bit_generator.state))
+    if isinstance(thing, random.Random):
+        return functools.partial(thing.setstate, thing.getstate())
+    if isinstance(thing, io.IOBase):
         with contextlib.suppress(OSError, ValueError):
-            yield functools.partial(thing.seek, thing.tell())
-    else:
-        for value in _members(thing):
-            yield from _restores(value, depth - (not _is_code(value)), seen)
+            return functools.partial(thing.seek, thing.tell())
+    return None
 
 
 def _members(thing: object) -> Iterable[object]:
@@ -228,9 +223,7 @@ def _members(thing: object) -> Iterable[object]:
 
 def _used_by(function: types.FunctionType) -> Iterator[object]:
     """Yield the objects that a function closes over, and the generators and files among the globals that it names."""
-    for cell in function.__closure__ or ():
-        with contextlib.suppress(ValueError):  # not filled yet
-            yield cell.cell_contents
+    yield from (each for _, each in closed_over(function))
     for name in function.__code__.co_names:
         value = function.__globals__.get(name)
         if isinstance(value, (*_MOVED, Iterator)):

@@ -18,10 +18,10 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
+from lightning_memguard.core.objects import is_installed, walk
 from lightning_memguard.training.facts.lightning_port import batch_sizes_of, recorded_arguments
 
 _MOST_FILES = 500
-_NOT_YOURS = ("site-packages", "dist-packages", Path(inspect.__file__).parent.name)
 
 
 def sets_its_size(loader: object) -> bool:
@@ -44,11 +44,14 @@ def is_kept_as_one(owners: Iterable[object]) -> bool:
     return False
 
 
-def _holds_one(configuration: Any, depth: int = 6) -> bool:
+def _holds_one(configuration: object) -> bool:
+    held = walk([configuration], lambda each: _items(each).values())
+    return any(_items(each).get("batch_size") == 1 for each in held)
+
+
+def _items(configuration: Any) -> Mapping[str, Any]:
     items = configuration if isinstance(configuration, Mapping) else getattr(configuration, "__dict__", None)
-    if not isinstance(items, Mapping) or not depth:
-        return False
-    return any((name == "batch_size" and value == 1) or _holds_one(value, depth - 1) for name, value in items.items())
+    return items if isinstance(items, Mapping) else {}
 
 
 def _code() -> Iterator[str]:
@@ -62,7 +65,7 @@ def _code() -> Iterator[str]:
     users = (file for file in files if isinstance(file, str) and not file.startswith((mine, "<frozen")))
     cells = getattr(sys.modules.get("__main__"), "In", ())
     yield from (cell for cell in cells if isinstance(cell, str))
-    for file in [file for file in users if not set(_NOT_YOURS) & {*Path(file).parts}][:_MOST_FILES]:
+    for file in [file for file in users if not is_installed(file)][:_MOST_FILES]:
         with suppress(Exception):
             yield "".join(linecache.getlines(file))
 

@@ -12,13 +12,14 @@ import re
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from operator import itemgetter
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_memguard.core.capture.holders import users_classes
+from lightning_memguard.core.objects import closed_over, function_of, users_classes, walk
 from lightning_memguard.training.facts.lightning_port import HYPERPARAMETERS, HYPERPARAMETERS_LOGGED
 
 _IS_NAMED_SO = re.compile(r"(batch|sample)s?_?size|(num|n)_(samples|batch)|^bs$", re.IGNORECASE).search
@@ -55,28 +56,35 @@ def _numbers(
     module: nn.Module, code: Mapping[FunctionType, set[str]], batch_size: int
 ) -> Iterator[tuple[str, object, str, str]]:
     """Integers that are named like the batch size, and equal to it: path, holder, the holder's name, own name."""
-    known = {id(module)}
-    todo: list[tuple[str, object, str, int]] = [
-        (path, child, path.rpartition(".")[2], 0) for path, child in module.named_modules()
-    ]
+    roots: list[_Held] = [(path, child, path.rpartition(".")[2], 0) for path, child in module.named_modules()]
     for function, names in code.items():
         for name in names & function.__globals__.keys():
             value = function.__globals__[name]
             if type(value) is int and value == batch_size and _IS_NAMED_SO(name):
                 yield name, Namespace(), name, name
             elif _may_hold(value):
-                todo.append((name, value, name, _MOST_DEPTH))
-    while todo and len(known) < _MOST_OBJECTS:
-        path, holder, holder_name, depth = todo.pop()
-        for name, value in _items(holder):
-            follows = name == "batch_size" and (holder is module or path == "hparams")
-            shown = "hparams" if name == HYPERPARAMETERS else name
-            here = f"{path}.{shown}" if path else shown
+                roots.append((name, value, name, _MOST_DEPTH))
+    for found in walk(roots, _held_by, itemgetter(1), _MOST_OBJECTS):
+        holder, holder_name = found[1:3]
+        for here, value, name, _ in _members(found):
+            follows = name == "batch_size" and (holder is module or found[0] == "hparams")
             if type(value) is int and value == batch_size and _IS_NAMED_SO(name) and not follows:
                 yield here, holder, holder_name, name
-            elif depth < _MOST_DEPTH and id(value) not in known and name != HYPERPARAMETERS_LOGGED and _may_hold(value):
-                known.add(id(value))
-                todo.append((here, value, shown, depth + 1))
+
+
+_Held = tuple[str, object, str, int]  # the path of an object, itself, its own name, and how deep it is held
+
+
+def _held_by(found: _Held) -> Iterator[_Held]:
+    inside = _members(found) if found[3] < _MOST_DEPTH else ()
+    return (each for each in inside if each[2] != HYPERPARAMETERS_LOGGED and _may_hold(each[1]))
+
+
+def _members(found: _Held) -> Iterator[_Held]:
+    path, holder, _, depth = found
+    for name, value in _items(holder):
+        shown = "hparams" if name == HYPERPARAMETERS else name
+        yield f"{path}.{shown}" if path else shown, value, shown, depth + 1
 
 
 def _items(holder: object) -> list[tuple[str, Any]]:
@@ -105,7 +113,7 @@ def _functions(*kinds: type) -> Iterator[FunctionType]:
 
 def _named_functions(kind: type) -> Iterator[tuple[str, FunctionType]]:
     for name, member in vars(kind).items():
-        function = inspect.unwrap(getattr(member, "__func__", getattr(member, "fget", None)) or member)
+        function = inspect.unwrap(function_of(member))
         if isinstance(function, FunctionType) and (not _RUNS_BEFORE(name) or name == "__call__"):
             yield name, function
 
@@ -129,16 +137,11 @@ def _reached(kinds: set[type], callers: set[type]) -> dict[FunctionType, set[str
         if function not in reached:
             names = reached[function] = _names_in(function.__code__)
             called = (function.__globals__.get(name) for name in names)
-            begun += (each for each in (*_cells_of(function), *called) if isinstance(each, FunctionType))
+            closed = (each for _, each in closed_over(function))
+            begun += (each for each in (*closed, *called) if isinstance(each, FunctionType))
             begun += (each for name in names for each in named.get(name, ()))
     asked = {*_functions(*kinds)}
     return {function: names for function, names in reached.items() if function in asked}
-
-
-def _cells_of(function: FunctionType) -> Iterator[object]:
-    for cell in function.__closure__ or ():
-        with suppress(ValueError):  # not filled yet
-            yield cell.cell_contents
 
 
 def _names_in(code: CodeType) -> set[str]:

@@ -42,7 +42,7 @@ class _Recorded(Offload):
 
 def offloaded(program: P) -> P:
     """Return a program whose training steps keep all their saved activations on the host."""
-    return program.with_around(_Recorded)
+    return program.edited(around=_Recorded)
 
 
 def predict_offloaded(program: Program, terms: Terms, batch_size: int) -> Offloaded:

@@ -110,7 +110,7 @@ def precisions(program: Program) -> Iterator[Remedy]:
     for name, cost in costs.items():
         if now in ("32-true", "32") or (name.endswith("-true") and not now.endswith("-true")):
             how = program.setting("precision", name)
-            yield Remedy(name, "precision", how, cost, methodcaller("with_precision", name))
+            yield Remedy(name, "precision", how, cost, methodcaller("edited", precision=name))
 
 
 def _accumulation(program: Program, batch_size: int) -> Iterator[Family]:
@@ -123,7 +123,7 @@ def _accumulation(program: Program, batch_size: int) -> Iterator[Family]:
                 "batch size",
                 f"batch_size={batch_size // share}, {program.setting('accumulate_grad_batches', now * share)}",
                 f"{share} forward and backward passes for one, each on fewer samples (batch norm sees these alone)",
-                methodcaller("with_accumulation", now * share),
+                methodcaller("edited", accumulate_grad_batches=now * share),
                 share=share,
             )
             for share in shares

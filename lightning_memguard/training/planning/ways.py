@@ -212,7 +212,7 @@ class _Search:
         target = self.places[at].target if size else first.target
         program = reduce(lambda known, remedy: remedy.apply(known), remedies, program_of(self.subject, target))
         if program.batches_per_step:
-            program = program.with_accumulation(self.of_rank // size if size else 1)
+            program = program.edited(accumulate_grad_batches=self.of_rank // size if size else 1)
         settings = AllocatorSettings.for_device(target.device.type, os.environ)
         with Captures(program, rough=not recurs if size else option > 0):
             context = target.context_bytes

@@ -20,6 +20,7 @@ from lightning_memguard.core.capture.recorder import gradients_of, part_bytes, s
 from lightning_memguard.core.decision.decision import HostUse
 from lightning_memguard.core.device.host import available_memory, or_none
 from lightning_memguard.core.device.out_of_memory import causes_of
+from lightning_memguard.core.objects import entries_of, walk
 from lightning_memguard.report.failure import FRAMES, worker_words
 from lightning_memguard.training.facts.ranks import attempt
 
@@ -65,13 +66,9 @@ def _in_frames(error: BaseException) -> Iterator[Tensor]:
             yield from _tensors(dict(frame.f_locals))
 
 
-def _tensors(tree: object, depth: int = 6) -> Iterator[Tensor]:
+def _tensors(tree: object) -> Iterator[Tensor]:
     """The tensors in containers; not those of objects in them, which lead to datasets and Trainers."""
-    if isinstance(tree, Tensor):
-        yield tree
-    elif depth and isinstance(tree, (dict, UserDict, *LISTS)):
-        for value in [*(tree.values() if isinstance(tree, (dict, UserDict)) else tree)]:
-            yield from _tensors(value, depth - 1)
+    return (each for each in walk([tree], entries_of) if isinstance(each, Tensor))
 
 
 # -- workers

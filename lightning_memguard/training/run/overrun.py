@@ -8,10 +8,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_memguard.core.capture.holders import Holder, holdings, roots_of, use_of, users_members
+from lightning_memguard.core.capture.holders import Holder, holdings, roots_of, use_of
 from lightning_memguard.core.decision.decision import Decision
 from lightning_memguard.core.decision.record import Measured
 from lightning_memguard.core.device.tensor_counter import FREED
+from lightning_memguard.core.objects import users_members
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.core.torch_port import storage_id
 from lightning_memguard.report.failure import Outside, overrun_words, steps_explain
