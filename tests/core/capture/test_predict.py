@@ -6,7 +6,6 @@ import copy
 import math
 import pickle
 import random
-import threading
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -287,16 +286,6 @@ def test_a_real_run_leaves_weights_and_random_state_as_they_were():
     assert all(torch.equal(weights[name], value) for name, value in model.state_dict().items())
     assert torch.equal(torch.get_rng_state(), state)
     assert [p.grad for p in model.parameters()] == [None, None]
-
-
-@pytest.mark.parametrize("step", [plain, needs_a_value])
-def test_a_module_whose_child_cannot_be_copied_is_left_alone_too(step):
-    model = nn.Sequential(nn.Linear(4, 8))
-    model[0].lock = threading.Lock()
-    weights = copy.deepcopy(model.state_dict())
-    predicted(step, model=model)
-    assert model[0].weight.grad is None
-    assert all(torch.equal(weights[name], value) for name, value in model.state_dict().items())
 
 
 def test_a_step_that_raises_leaves_the_states_alone_and_says_why():

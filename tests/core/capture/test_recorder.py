@@ -7,15 +7,12 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch._C._profiler import _EventType
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
-from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
@@ -37,6 +34,7 @@ from lightning_memguard.core.simulation.fake import fake_copy, real_copy
 from lightning_memguard.core.trace.scratch import CudaTarget
 from lightning_memguard.core.trace.trace import Trace
 from lightning_memguard.errors import CannotTraceError
+from tests.profiled import blocks_of, measured_peak
 
 pytestmark = pytest.mark.exact
 
@@ -351,11 +349,8 @@ def test_a_number_that_a_product_keeps_is_a_tensor_until_its_backward_pass(
 
 def test_the_profiler_sees_the_number_that_a_product_keeps():
     x = torch.ones(4, requires_grad=True)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        kept = x / 8
-    nodes = profiler.profiler.kineto_results.experimental_event_tree()
-    assert [node.extra_fields.alloc_size for node in nodes if node.tag == _EventType.Allocation] == [8]
-    del kept
+    kept = []
+    assert [nbytes for _, nbytes in blocks_of(lambda: kept.append(x / 8))] == [8]
 
 
 def test_what_lives_when_backward_begins_is_an_activation_and_what_comes_then_is_not():
@@ -574,28 +569,6 @@ def test_a_sparse_gradient_has_no_size_to_predict():
 # The proof: PyTorch's own CPU allocator, as its profiler hears it
 
 
-def profiled_peak(run: Callable[[], object]) -> int:
-    """The most bytes that PyTorch's CPU allocator had handed out at once for tensors made while ``run`` ran."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        run()
-    nodes = list(profiler.profiler.kineto_results.experimental_event_tree())
-    changes, live = [], set()
-    while nodes:
-        node = nodes.pop()
-        nodes += node.children
-        if node.tag == _EventType.Allocation:
-            changes.append((node.start_time_ns, node.extra_fields.ptr, node.extra_fields.alloc_size))
-    totals = [0]
-    for _, address, nbytes in sorted(changes, key=lambda change: change[0]):
-        if nbytes > 0:
-            live.add(address)
-            totals.append(nbytes)
-        elif address in live:  # else it is older than the profile
-            live.remove(address)
-            totals.append(nbytes)
-    return max(accumulate(totals))
-
-
 @pytest.mark.parametrize(
     ("make_optimizer", "batch_size", "phase", "unseen_bytes"),
     [
@@ -629,7 +602,7 @@ def test_the_peak_is_the_one_the_profiler_measures_to_the_byte(make_optimizer, b
 
     predicted = replay(traced(model(), batch, make_optimizer, steps=2), AllocatorSettings(kind="exact"))
     train()  # what PyTorch allocates once and keeps is not the step's
-    assert 0 <= profiled_peak(train) - predicted.peak_allocated_bytes <= unseen_bytes
+    assert 0 <= measured_peak(train) - predicted.peak_allocated_bytes <= unseen_bytes
     assert predicted.peak_event.phase == phase
 
 

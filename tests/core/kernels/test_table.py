@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.profiler import ProfilerActivity, profile
 
 from lightning_memguard import estimate
 from lightning_memguard.core import gpus
@@ -23,6 +21,7 @@ from lightning_memguard.core.kernels.arguments import Call
 from lightning_memguard.core.trace.scratch import CpuTarget, CudaTarget
 from lightning_memguard.core.trace.trace import Trace
 from lightning_memguard.units import MIB
+from tests.profiled import measured_peak
 
 X = (6, 16, 12, 12)
 HOPPER = CudaTarget((9, 0), 132)
@@ -47,24 +46,20 @@ LOSSES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-def profiled_peak(build: Callable[[], nn.Module], shape: tuple[int, ...], step: Any, steps: int = 2) -> int:
-    """Peak of the profiler's own CPU memory events around PyTorch's canonical loop."""
-    gc.collect()  # what is freed meanwhile would count
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+def profiled_peak(build: Callable[[], nn.Module], shape: tuple[int, ...], step: Any) -> int:
+    """Peak of two steps of PyTorch's canonical loop."""
+
+    def train() -> None:
         model = build()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for _ in range(steps):
+        for _ in range(2):
             optimizer.zero_grad()
             batch = torch.randn(shape)
             loss = step(model, batch)
             loss.backward()
             optimizer.step()
-    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]  # type: ignore[union-attr]
-    live = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        live += event.nbytes()
-        peak = max(peak, live)
-    return peak
+
+    return measured_peak(train)
 
 
 def assert_exact(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import importlib.util
 import logging
 import sys
@@ -16,7 +15,6 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import pytorch_lightning as pl
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,7 +22,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import Function, Variable
 from torch.autograd.function import BackwardCFunction, FunctionCtx, once_differentiable
-from torch.autograd.graph import get_gradient_edge, save_on_cpu, saved_tensors_hooks
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.func import functional_call, grad, hessian, jacrev, jvp, vmap
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -38,6 +36,7 @@ from lightning_memguard.core.simulation import backward, fake_cuda
 from lightning_memguard.core.simulation.backward import graph_task, walking
 from lightning_memguard.core.trace.trace import Trace
 from lightning_memguard.training.adapter.program import LightningProgram
+from tests.training.quiet import quiet_trainer
 
 pytestmark = pytest.mark.exact
 
@@ -64,11 +63,7 @@ def traced_case(case: Any, *, walked: bool) -> Trace:
     logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
     torch.manual_seed(0)
     size = case.batch_sizes[0]
-    quiet = dict.fromkeys(
-        ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"),
-        False,
-    )
-    trainer = pl.Trainer(accelerator="cpu", devices=1, max_epochs=1, **quiet, **case.trainer_kwargs)
+    trainer = quiet_trainer(devices=1, **case.trainer_kwargs)
     module = case.build(case.optimizers[0])
     batch = next(iter(DataLoader(case.dataset(size), batch_size=size)))
     program = LightningProgram(
@@ -99,14 +94,7 @@ def test_a_walk_leaves_the_same_events_as_the_engine(case: Any) -> None:
 
 # Real tensors, bit for bit
 
-SCENARIOS: list[Scenario] = []
 SECOND_TIME = "Trying to backward through the graph a second time"
-
-
-def scenario(function: Scenario) -> Scenario:
-    """Something to run once on the engine and once on the walk; what it returns must be the same."""
-    SCENARIOS.append(function)
-    return function
 
 
 def leaf(*shape: int, **kwargs: Any) -> torch.Tensor:
@@ -158,355 +146,281 @@ def check_both(function: Scenario, as_plain: bool) -> None:
 # - what operators do
 
 
-@scenario
-def leaves_used_several_times() -> Any:
-    w, x = leaf(4, 4), leaf(4, 4)
-    mixed((x @ w).tanh() @ w * w + x).backward()
-    return grads(w, x)
+class Operators:
+    def leaves_used_several_times() -> Any:
+        w, x = leaf(4, 4), leaf(4, 4)
+        mixed((x @ w).tanh() @ w * w + x).backward()
+        return grads(w, x)
 
+    def broadcast_operands() -> Any:
+        row, column, scalar, x = leaf(5), leaf(4, 1), leaf(), leaf(3, 4, 5)
+        mixed(x * row + column / (1 + scalar.square()) - row).backward()
+        return grads(row, column, scalar, x)
 
-@scenario
-def broadcast_operands() -> Any:
-    row, column, scalar, x = leaf(5), leaf(4, 1), leaf(), leaf(3, 4, 5)
-    mixed(x * row + column / (1 + scalar.square()) - row).backward()
-    return grads(row, column, scalar, x)
+    def residual_additions() -> Any:
+        x, layers = leaf(3, 4), [nn.Linear(4, 4) for _ in range(4)]
+        y = x
+        for layer in layers:
+            y = y + layer(y).tanh()
+        mixed(y).backward()
+        return grads(x, *(p for layer in layers for p in layer.parameters()))
 
+    def in_place_operators_on_views() -> Any:
+        x, w = leaf(4, 6), leaf(6)
+        y = x * 1.5
+        y[1].mul_(w)
+        y.view(-1)[::3].add_(w[:2].repeat(4))
+        y.t()[0] = w[:4]
+        y[:, 2:4].sigmoid_()
+        mixed(y).backward()
+        return grads(x, w)
 
-@scenario
-def residual_additions() -> Any:
-    x, layers = leaf(3, 4), [nn.Linear(4, 4) for _ in range(4)]
-    y = x
-    for layer in layers:
-        y = y + layer(y).tanh()
-    mixed(y).backward()
-    return grads(x, *(p for layer in layers for p in layer.parameters()))
+    def in_place_activations() -> Any:
+        layers = [nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 4), nn.Hardtanh(inplace=True), nn.Linear(4, 4)]
+        x = leaf(3, 4)
+        mixed(F.leaky_relu_(nn.Sequential(*layers)(x), 0.1)).backward()
+        return grads(x, *nn.Sequential(*layers).parameters())
 
+    def an_in_place_sum_of_branches() -> Any:
+        x, w = leaf(3, 4), leaf(4, 4)
+        y = x @ w
+        y += x
+        y += y.detach().cos() * w[0]
+        mixed(y.relu_()).backward()
+        return grads(x, w)
 
-@scenario
-def in_place_operators_on_views() -> Any:
-    x, w = leaf(4, 6), leaf(6)
-    y = x * 1.5
-    y[1].mul_(w)
-    y.view(-1)[::3].add_(w[:2].repeat(4))
-    y.t()[0] = w[:4]
-    y[:, 2:4].sigmoid_()
-    mixed(y).backward()
-    return grads(x, w)
+    def split_and_joined_tensors() -> Any:
+        x, y = leaf(4, 6), leaf(4, 6)
+        a, b, c = x.chunk(3, dim=1)
+        d, e = y.split([2, 4], dim=1)
+        first, *_, last = y.unbind(0)
+        joined = torch.cat((a * b, c, d, e.square()), dim=1)
+        stacked = torch.stack((first * last, x[0], last))
+        (mixed(joined) + mixed(stacked)).backward()
+        return grads(x, y)
 
+    def a_split_of_which_parts_are_not_used() -> Any:
+        x = leaf(4, 6)
+        parts = x.exp().split(2, dim=1)
+        mixed(parts[1]).backward()
+        return grads(x)
 
-@scenario
-def in_place_activations() -> Any:
-    layers = [nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 4), nn.Hardtanh(inplace=True), nn.Linear(4, 4)]
-    x = leaf(3, 4)
-    mixed(F.leaky_relu_(nn.Sequential(*layers)(x), 0.1)).backward()
-    return grads(x, *nn.Sequential(*layers).parameters())
+    def indexed_and_embedded_tensors() -> Any:
+        embedding, x = nn.Embedding(7, 4, padding_idx=2), leaf(5, 4)
+        tokens = torch.tensor([[0, 2, 3], [3, 3, 6]])
+        y = embedding(tokens) + x[torch.tensor([[0, 0, 1], [4, 3, 0]])]
+        mixed(y.masked_fill(y > 1, 0.0) + x.gather(0, torch.tensor([[1, 1, 0, 2]]))).backward()
+        return grads(embedding.weight, x)
 
+    def casts_between_dtypes() -> Any:
+        x, w, half = leaf(3, 4), leaf(4, 4, dtype=torch.float64), leaf(4, dtype=torch.bfloat16)
+        mixed((x.double() @ w).float() * half + x.to(torch.bfloat16)).backward()
+        return grads(x, w, half)
 
-@scenario
-def an_in_place_sum_of_branches() -> Any:
-    x, w = leaf(3, 4), leaf(4, 4)
-    y = x @ w
-    y += x
-    y += y.detach().cos() * w[0]
-    mixed(y.relu_()).backward()
-    return grads(x, w)
+    def promoted_dtypes() -> Any:
+        x, y, z = leaf(3, dtype=torch.float32), leaf(3, dtype=torch.float64), leaf(3, dtype=torch.complex64)
+        (mixed(x * y) + (x * z).abs().sum()).backward()
+        return [*grads(x, y), torch.view_as_real(z.grad)]
 
+    def complex_values_in_a_real_leaf() -> Any:
+        x, y = leaf(3), leaf(3)
+        z = torch.complex(x, y).exp() * x
+        mixed(z.abs()).backward()
+        return grads(x, y)
 
-@scenario
-def split_and_joined_tensors() -> Any:
-    x, y = leaf(4, 6), leaf(4, 6)
-    a, b, c = x.chunk(3, dim=1)
-    d, e = y.split([2, 4], dim=1)
-    first, *_, last = y.unbind(0)
-    joined = torch.cat((a * b, c, d, e.square()), dim=1)
-    stacked = torch.stack((first * last, x[0], last))
-    (mixed(joined) + mixed(stacked)).backward()
-    return grads(x, y)
+    def networks_with_norms_convolutions_and_attention() -> Any:
+        conv = nn.Sequential(nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.MaxPool2d(2))
+        attention = nn.MultiheadAttention(4, 2, batch_first=True)
+        rnn, norm = nn.LSTM(4, 4, batch_first=True), nn.LayerNorm(4)
+        x = conv(torch.randn(2, 3, 8, 8)).flatten(2).transpose(1, 2)
+        x = norm(x + F.dropout(attention(x, x, x, need_weights=False)[0], 0.5))
+        mixed(rnn(x)[0]).backward()
+        return [p.grad for part in (conv, attention, rnn, norm) for p in part.parameters()]
 
+    def autocast() -> Any:
+        layers = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.LayerNorm(4))
+        with torch.autocast("cpu", torch.bfloat16):
+            y = layers(torch.randn(3, 4)) + layers(torch.randn(3, 4))
+        mixed(y.float()).backward()
+        return grads(*layers.parameters())
 
-@scenario
-def a_split_of_which_parts_are_not_used() -> Any:
-    x = leaf(4, 6)
-    parts = x.exp().split(2, dim=1)
-    mixed(parts[1]).backward()
-    return grads(x)
+    def a_gradient_that_is_not_strided() -> Any:
+        embedding = nn.Embedding(7, 4, sparse=True)
+        mixed(embedding(torch.tensor([0, 3, 3]))).backward()
+        return [embedding.weight.grad.is_sparse, embedding.weight.grad.to_dense()]
 
+    def gradients_laid_out_unlike_their_parameters() -> Any:
+        conv = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+        strided, x = torch.empty_strided((3, 4), (1, 5)).normal_().requires_grad_(), leaf(4, 3)
+        mixed(conv(torch.randn(2, 3, 6, 6))).backward()
+        (mixed(strided.exp()) + mixed(x.t() * strided)).backward()
+        return grads(conv.weight, conv.bias, strided, x)
 
-@scenario
-def indexed_and_embedded_tensors() -> Any:
-    embedding, x = nn.Embedding(7, 4, padding_idx=2), leaf(5, 4)
-    tokens = torch.tensor([[0, 2, 3], [3, 3, 6]])
-    y = embedding(tokens) + x[torch.tensor([[0, 0, 1], [4, 3, 0]])]
-    mixed(y.masked_fill(y > 1, 0.0) + x.gather(0, torch.tensor([[1, 1, 0, 2]]))).backward()
-    return grads(embedding.weight, x)
+    def many_leaves_ready_at_once() -> Any:
+        leaves, order = [leaf(2) for _ in range(23)], []
+        for place, tensor in enumerate(leaves):
+            tensor.register_post_accumulate_grad_hook(lambda _, place=place: order.append(place))
+        mixed(torch.stack(leaves).exp() + torch.stack(leaves[::-1])).backward()
+        return [order, grads(*leaves)]
 
-
-@scenario
-def casts_between_dtypes() -> Any:
-    x, w, half = leaf(3, 4), leaf(4, 4, dtype=torch.float64), leaf(4, dtype=torch.bfloat16)
-    mixed((x.double() @ w).float() * half + x.to(torch.bfloat16)).backward()
-    return grads(x, w, half)
-
-
-@scenario
-def promoted_dtypes() -> Any:
-    x, y, z = leaf(3, dtype=torch.float32), leaf(3, dtype=torch.float64), leaf(3, dtype=torch.complex64)
-    (mixed(x * y) + (x * z).abs().sum()).backward()
-    return [*grads(x, y), torch.view_as_real(z.grad)]
-
-
-@scenario
-def complex_values_in_a_real_leaf() -> Any:
-    x, y = leaf(3), leaf(3)
-    z = torch.complex(x, y).exp() * x
-    mixed(z.abs()).backward()
-    return grads(x, y)
-
-
-@scenario
-def networks_with_norms_convolutions_and_attention() -> Any:
-    conv = nn.Sequential(nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.MaxPool2d(2))
-    attention = nn.MultiheadAttention(4, 2, batch_first=True)
-    rnn, norm = nn.LSTM(4, 4, batch_first=True), nn.LayerNorm(4)
-    x = conv(torch.randn(2, 3, 8, 8)).flatten(2).transpose(1, 2)
-    x = norm(x + F.dropout(attention(x, x, x, need_weights=False)[0], 0.5))
-    mixed(rnn(x)[0]).backward()
-    return [p.grad for part in (conv, attention, rnn, norm) for p in part.parameters()]
-
-
-@scenario
-def autocast() -> Any:
-    layers = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.LayerNorm(4))
-    with torch.autocast("cpu", torch.bfloat16):
-        y = layers(torch.randn(3, 4)) + layers(torch.randn(3, 4))
-    mixed(y.float()).backward()
-    return grads(*layers.parameters())
-
-
-@scenario
-def a_gradient_that_is_not_strided() -> Any:
-    embedding = nn.Embedding(7, 4, sparse=True)
-    mixed(embedding(torch.tensor([0, 3, 3]))).backward()
-    return [embedding.weight.grad.is_sparse, embedding.weight.grad.to_dense()]
-
-
-@scenario
-def gradients_laid_out_unlike_their_parameters() -> Any:
-    conv = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
-    strided, x = torch.empty_strided((3, 4), (1, 5)).normal_().requires_grad_(), leaf(4, 3)
-    mixed(conv(torch.randn(2, 3, 6, 6))).backward()
-    (mixed(strided.exp()) + mixed(x.t() * strided)).backward()
-    return grads(conv.weight, conv.bias, strided, x)
-
-
-@scenario
-def many_leaves_ready_at_once() -> Any:
-    leaves, order = [leaf(2) for _ in range(23)], []
-    for place, tensor in enumerate(leaves):
-        tensor.register_post_accumulate_grad_hook(lambda _, place=place: order.append(place))
-    mixed(torch.stack(leaves).exp() + torch.stack(leaves[::-1])).backward()
-    return [order, grads(*leaves)]
-
-
-@scenario
-def leaves_of_unequal_depth_end_in_the_engines_order() -> Any:
-    leaves, order = [leaf(2) for _ in range(9)], []
-    y = torch.zeros(2)
-    for place, tensor in enumerate(leaves):
-        tensor.register_post_accumulate_grad_hook(lambda _, place=place: order.append(place))
-        y = torch.stack((y * tensor, tensor, leaves[(5 * place) % 9])).sum(0)
-    mixed(y).backward()
-    return [order, grads(*leaves)]
+    def leaves_of_unequal_depth_end_in_the_engines_order() -> Any:
+        leaves, order = [leaf(2) for _ in range(9)], []
+        y = torch.zeros(2)
+        for place, tensor in enumerate(leaves):
+            tensor.register_post_accumulate_grad_hook(lambda _, place=place: order.append(place))
+            y = torch.stack((y * tensor, tensor, leaves[(5 * place) % 9])).sum(0)
+        mixed(y).backward()
+        return [order, grads(*leaves)]
 
 
 # - ways to start a backward pass
 
 
-@scenario
-def grad_of_leaves_and_of_what_was_computed() -> Any:
-    x, w, unused = leaf(3, 4), leaf(4, 4), leaf(2)
-    hidden = (x @ w).tanh()
-    out = mixed(hidden.square() + hidden)
-    found = torch.autograd.grad(out, [hidden, x, unused, w, hidden], allow_unused=True)
-    return [found, grads(x, w)]
+class Starts:
+    def grad_of_leaves_and_of_what_was_computed() -> Any:
+        x, w, unused = leaf(3, 4), leaf(4, 4), leaf(2)
+        hidden = (x @ w).tanh()
+        out = mixed(hidden.square() + hidden)
+        found = torch.autograd.grad(out, [hidden, x, unused, w, hidden], allow_unused=True)
+        return [found, grads(x, w)]
 
+    def grad_of_one_output_of_several() -> Any:
+        x = leaf(4, 6)
+        a, b, c = x.exp().chunk(3, dim=1)
+        return torch.autograd.grad(mixed(a * b * c), [b, a, x])
 
-@scenario
-def grad_of_one_output_of_several() -> Any:
-    x = leaf(4, 6)
-    a, b, c = x.exp().chunk(3, dim=1)
-    return torch.autograd.grad(mixed(a * b * c), [b, a, x])
+    def grad_leaves_other_paths_alone() -> Any:
+        x, w, called = leaf(3), leaf(3), []
+        y = x.exp()
+        z = y * w
+        w.register_hook(lambda grad: called.append("w"))
+        x.register_hook(lambda grad: called.append("x"))
+        return [torch.autograd.grad(mixed(z), [y]), called, grads(x, w)]
 
+    def grad_of_several_outputs() -> Any:
+        x, w = leaf(3), leaf(3)
+        first, second, third = x * w, (x + w).exp(), x.sum()
+        return torch.autograd.grad(
+            [first, second, third], [w, x], [torch.tensor([1.0, 2.0, 3.0]), torch.full((3,), 0.5), None]
+        )
 
-@scenario
-def grad_leaves_other_paths_alone() -> Any:
-    x, w, called = leaf(3), leaf(3), []
-    y = x.exp()
-    z = y * w
-    w.register_hook(lambda grad: called.append("w"))
-    x.register_hook(lambda grad: called.append("x"))
-    return [torch.autograd.grad(mixed(z), [y]), called, grads(x, w)]
+    def grad_with_batched_outputs_of_zero_for_the_unused() -> Any:
+        x, unused = leaf(3), leaf(2)
+        return torch.autograd.grad(mixed(x.exp()), [x, unused], allow_unused=True, materialize_grads=True)
 
+    def grad_of_an_input_itself_an_output() -> Any:
+        x = leaf(3)
+        y = x.exp()
+        return torch.autograd.grad([mixed(y), y], [y, x], [None, torch.ones(3)])
 
-@scenario
-def grad_of_several_outputs() -> Any:
-    x, w = leaf(3), leaf(3)
-    first, second, third = x * w, (x + w).exp(), x.sum()
-    return torch.autograd.grad(
-        [first, second, third], [w, x], [torch.tensor([1.0, 2.0, 3.0]), torch.full((3,), 0.5), None]
-    )
+    def an_unused_input_is_an_error() -> Any:
+        x, unused = leaf(3), leaf(3)
+        return [
+            failure(
+                lambda: torch.autograd.grad(mixed(x.exp()), [x, unused]), "appears to not have been used in the graph"
+            ),
+            torch.autograd.grad(mixed(x.sin()), [x]),
+        ]
 
+    def backward_from_several_tensors() -> Any:
+        x, w = leaf(3), leaf(3)
+        torch.autograd.backward([(x * w).sum(), (x + w).exp()], [None, torch.tensor([1.0, 2.0, 3.0])])
+        return grads(x, w)
 
-@scenario
-def grad_with_batched_outputs_of_zero_for_the_unused() -> Any:
-    x, unused = leaf(3), leaf(2)
-    return torch.autograd.grad(mixed(x.exp()), [x, unused], allow_unused=True, materialize_grads=True)
+    def backward_from_a_leaf() -> Any:
+        x = leaf(3)
+        x.backward(torch.tensor([1.0, 2.0, 3.0]))
+        return grads(x)
 
+    def backward_into_chosen_inputs() -> Any:
+        x, w, other = leaf(3, 4), leaf(4, 4), leaf(4)
+        hidden = (x @ w).tanh()
+        mixed(hidden * other + x).backward(inputs=[w, hidden])
+        return grads(x, w, other, hidden)
 
-@scenario
-def grad_of_an_input_itself_an_output() -> Any:
-    x = leaf(3)
-    y = x.exp()
-    return torch.autograd.grad([mixed(y), y], [y, x], [None, torch.ones(3)])
+    def double_backward() -> Any:
+        x, w = leaf(3, 4), leaf(4, 4)
+        first = torch.autograd.grad(mixed((x @ w).tanh() * w[:3]), [x, w], create_graph=True)
+        mixed(first[0] * first[1][:3]).backward()
+        return [first, grads(x, w)]
 
+    def third_derivatives() -> Any:
+        x = leaf(3)
+        y, found = mixed(x**5), []
+        for _ in range(3):
+            (slope,) = torch.autograd.grad(y, x, create_graph=True)
+            found.append(slope)
+            y = mixed(slope)
+        return found
 
-@scenario
-def an_unused_input_is_an_error() -> Any:
-    x, unused = leaf(3), leaf(3)
-    return [
-        failure(lambda: torch.autograd.grad(mixed(x.exp()), [x, unused]), "appears to not have been used in the graph"),
-        torch.autograd.grad(mixed(x.sin()), [x]),
-    ]
+    def gradient_penalty() -> Any:
+        net = nn.Sequential(nn.Linear(4, 8), nn.Softplus(), nn.Linear(8, 1))
+        x = leaf(3, 4)
+        out = net(x)
+        (slope,) = torch.autograd.grad(out, x, torch.ones_like(out), create_graph=True, retain_graph=True)
+        (out.mean() + ((slope.norm(2, dim=1) - 1) ** 2).mean()).backward()
+        return [grads(x), grads(*net.parameters())]
 
+    def backward_with_create_graph_leaves_gradients_with_history() -> Any:
+        x = leaf(3)
+        mixed(x**3).backward(create_graph=True)
+        first = x.grad
+        (second,) = torch.autograd.grad(mixed(first), x)
+        mixed(x**2).backward(create_graph=True)
+        return [first, second, x.grad]
 
-@scenario
-def backward_from_several_tensors() -> Any:
-    x, w = leaf(3), leaf(3)
-    torch.autograd.backward([(x * w).sum(), (x + w).exp()], [None, torch.tensor([1.0, 2.0, 3.0])])
-    return grads(x, w)
+    def a_retained_graph_runs_again() -> Any:
+        x, w = leaf(3, 4), leaf(4, 4)
+        out = mixed((x @ w).relu_().tanh())
+        out.backward(retain_graph=True)
+        first = [grad.clone() for grad in grads(x, w)]
+        out.backward()
+        return [first, grads(x, w)]
 
+    def a_second_pass_over_a_freed_graph_is_an_error() -> Any:
+        x = leaf(3)
+        hidden = x.exp()
+        out = mixed(hidden)
+        out.backward()
+        once = x.grad.clone()
+        again = mixed(hidden)
+        return [failure(out.backward, SECOND_TIME), failure(again.backward, SECOND_TIME), once]
 
-@scenario
-def backward_from_a_leaf() -> Any:
-    x = leaf(3)
-    x.backward(torch.tensor([1.0, 2.0, 3.0]))
-    return grads(x)
+    def gradients_add_up_over_passes() -> Any:
+        w, x = leaf(4, 4), leaf(3, 4)
+        for _ in range(3):
+            mixed((x @ w).sin()).backward()
+        return grads(w, x)
 
+    def a_gradient_kept_from_before_is_added_to_in_place() -> Any:
+        w = leaf(3)
+        mixed(w.exp()).backward()
+        kept = w.grad
+        mixed(w.sin()).backward()
+        return [kept, kept is w.grad]
 
-@scenario
-def backward_into_chosen_inputs() -> Any:
-    x, w, other = leaf(3, 4), leaf(4, 4), leaf(4)
-    hidden = (x @ w).tanh()
-    mixed(hidden * other + x).backward(inputs=[w, hidden])
-    return grads(x, w, other, hidden)
+    def a_given_gradient_is_not_changed() -> Any:
+        x, given = leaf(3), torch.tensor([1.0, 2.0, 3.0])
+        (x + x).backward(given)
+        (x * 1.5).backward(given)
+        return [given, grads(x)]
 
+    def a_gradient_of_zero_dimensions_expands() -> Any:
+        x, y = leaf(3, 4), leaf(3, 4)
+        (x + y + x).sum().backward()
+        return grads(x, y)
 
-@scenario
-def double_backward() -> Any:
-    x, w = leaf(3, 4), leaf(4, 4)
-    first = torch.autograd.grad(mixed((x @ w).tanh() * w[:3]), [x, w], create_graph=True)
-    mixed(first[0] * first[1][:3]).backward()
-    return [first, grads(x, w)]
+    def a_wrong_dtype_of_the_given_gradient_is_cast() -> Any:
+        x = leaf(3)
+        (x * 2).backward(torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64))
+        return grads(x)
 
-
-@scenario
-def third_derivatives() -> Any:
-    x = leaf(3)
-    y, found = mixed(x**5), []
-    for _ in range(3):
-        (slope,) = torch.autograd.grad(y, x, create_graph=True)
-        found.append(slope)
-        y = mixed(slope)
-    return found
-
-
-@scenario
-def gradient_penalty() -> Any:
-    net = nn.Sequential(nn.Linear(4, 8), nn.Softplus(), nn.Linear(8, 1))
-    x = leaf(3, 4)
-    out = net(x)
-    (slope,) = torch.autograd.grad(out, x, torch.ones_like(out), create_graph=True, retain_graph=True)
-    (out.mean() + ((slope.norm(2, dim=1) - 1) ** 2).mean()).backward()
-    return [grads(x), grads(*net.parameters())]
-
-
-@scenario
-def backward_with_create_graph_leaves_gradients_with_history() -> Any:
-    x = leaf(3)
-    mixed(x**3).backward(create_graph=True)
-    first = x.grad
-    (second,) = torch.autograd.grad(mixed(first), x)
-    mixed(x**2).backward(create_graph=True)
-    return [first, second, x.grad]
-
-
-@scenario
-def a_retained_graph_runs_again() -> Any:
-    x, w = leaf(3, 4), leaf(4, 4)
-    out = mixed((x @ w).relu_().tanh())
-    out.backward(retain_graph=True)
-    first = [grad.clone() for grad in grads(x, w)]
-    out.backward()
-    return [first, grads(x, w)]
-
-
-@scenario
-def a_second_pass_over_a_freed_graph_is_an_error() -> Any:
-    x = leaf(3)
-    hidden = x.exp()
-    out = mixed(hidden)
-    out.backward()
-    once = x.grad.clone()
-    again = mixed(hidden)
-    return [failure(out.backward, SECOND_TIME), failure(again.backward, SECOND_TIME), once]
-
-
-@scenario
-def gradients_add_up_over_passes() -> Any:
-    w, x = leaf(4, 4), leaf(3, 4)
-    for _ in range(3):
-        mixed((x @ w).sin()).backward()
-    return grads(w, x)
-
-
-@scenario
-def a_gradient_kept_from_before_is_added_to_in_place() -> Any:
-    w = leaf(3)
-    mixed(w.exp()).backward()
-    kept = w.grad
-    mixed(w.sin()).backward()
-    return [kept, kept is w.grad]
-
-
-@scenario
-def a_given_gradient_is_not_changed() -> Any:
-    x, given = leaf(3), torch.tensor([1.0, 2.0, 3.0])
-    (x + x).backward(given)
-    (x * 1.5).backward(given)
-    return [given, grads(x)]
-
-
-@scenario
-def a_gradient_of_zero_dimensions_expands() -> Any:
-    x, y = leaf(3, 4), leaf(3, 4)
-    (x + y + x).sum().backward()
-    return grads(x, y)
-
-
-@scenario
-def a_wrong_dtype_of_the_given_gradient_is_cast() -> Any:
-    x = leaf(3)
-    (x * 2).backward(torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64))
-    return grads(x)
-
-
-@scenario
-def constants_take_no_gradient() -> Any:
-    x = leaf(3)
-    with torch.no_grad():
-        y = x * 2
-    mixed(y * x + x.detach()).backward()
-    return [grads(x), y]
+    def constants_take_no_gradient() -> Any:
+        x = leaf(3)
+        with torch.no_grad():
+            y = x * 2
+        mixed(y * x + x.detach()).backward()
+        return [grads(x), y]
 
 
 # - custom functions
@@ -530,28 +444,6 @@ class TwoIn(Function):
         return None, product * y * ctx.scale + total, None, product * x * ctx.scale + total, None
 
 
-@scenario
-def a_function_of_several_outputs_and_other_arguments() -> Any:
-    x, y = leaf(3), leaf(3)
-    product, rounded, total = TwoIn.apply(2.0, x, "name", y * 3, None)
-    (mixed(product) + mixed(total) + rounded.sum()).backward()
-    return grads(x, y)
-
-
-@scenario
-def a_function_of_which_one_output_is_not_used() -> Any:
-    x, y = leaf(3), leaf(3)
-    mixed(TwoIn.apply(2.0, x, "name", y)[2].exp()).backward()
-    return grads(x, y)
-
-
-@scenario
-def a_function_of_which_one_argument_needs_no_gradient() -> Any:
-    x, y = torch.randn(3), leaf(3)
-    mixed(TwoIn.apply(2.0, x, "name", y, True)[0]).backward()
-    return grads(x, y)
-
-
 class Partly(Function):
     @staticmethod
     def forward(ctx, x, y):
@@ -561,14 +453,6 @@ class Partly(Function):
     @staticmethod
     def backward(ctx, x, y):
         return x * ctx.saved_tensors[0], None
-
-
-@scenario
-def a_function_that_gives_no_gradient() -> Any:
-    x, y = leaf(3), leaf(3)
-    a, b = Partly.apply(x.sin(), y.sin())
-    (mixed(a) + mixed(b) + mixed(x)).backward()
-    return grads(x, y)
 
 
 class Unmaterialized(Function):
@@ -585,15 +469,6 @@ class Unmaterialized(Function):
         return second * 3 if first is None else first * 2
 
 
-@scenario
-def a_function_that_takes_missing_gradients_as_none() -> Any:
-    x = leaf(3)
-    Unmaterialized.seen = []
-    mixed(Unmaterialized.apply(x)[1]).backward()
-    mixed(Unmaterialized.apply(x)[0]).backward()
-    return [Unmaterialized.seen, grads(x)]
-
-
 class Materialized(Function):
     @staticmethod
     def forward(ctx, x):
@@ -603,13 +478,6 @@ class Materialized(Function):
     def backward(ctx, first, second):
         assert not first.any()
         return first + second.float()
-
-
-@scenario
-def a_function_that_takes_missing_gradients_as_zeros() -> Any:
-    x = leaf(3)
-    mixed(Materialized.apply(x)[1]).backward()
-    return grads(x)
 
 
 class Once(Function):
@@ -622,14 +490,6 @@ class Once(Function):
     @once_differentiable
     def backward(ctx, grad):
         return grad * 3 * ctx.saved_tensors[0] ** 2
-
-
-@scenario
-def a_function_differentiable_once() -> Any:
-    x = leaf(3)
-    mixed(Once.apply(x)).backward()
-    (slope,) = torch.autograd.grad(mixed(Once.apply(x)), x, create_graph=True)
-    return [grads(x), slope, failure(mixed(slope).backward, "")]
 
 
 class Cube(Function):
@@ -647,24 +507,6 @@ class Cube(Function):
         return grad * 3 * ctx.saved_tensors[0] ** 2
 
 
-@scenario
-def a_function_differentiated_twice() -> Any:
-    x = leaf(3)
-    (slope,) = torch.autograd.grad(mixed(Cube.apply(x)), x, create_graph=True)
-    mixed(slope).backward()
-    return [slope, grads(x)]
-
-
-@scenario
-def a_function_frees_what_it_saved() -> Any:
-    x = leaf(3)
-    out = mixed(Cube.apply(x))
-    out.backward(retain_graph=True)
-    out.backward()
-    total = x.grad.clone()
-    return [failure(out.backward, SECOND_TIME), total]
-
-
 class Doubled(Function):
     @staticmethod
     def forward(ctx, x):
@@ -674,14 +516,6 @@ class Doubled(Function):
     @staticmethod
     def backward(ctx, grad):
         return grad * 2
-
-
-@scenario
-def a_function_that_changes_its_argument() -> Any:
-    x = leaf(3)
-    y = x * 1.5
-    mixed(Doubled.apply(y) * y).backward()
-    return grads(x)
 
 
 class Broken(Function):
@@ -714,198 +548,232 @@ class Inner(Function):
         return torch.autograd.grad(again, inner, grad)
 
 
-@scenario
-def a_backward_pass_inside_a_function() -> Any:
-    x = leaf(3)
-    out = mixed(Inner.apply(x * 2).tanh())
-    out.backward(retain_graph=True)
-    out.backward()
-    total = x.grad.clone()
-    return [total, failure(out.backward, SECOND_TIME)]
+class Functions:
+    def a_function_of_several_outputs_and_other_arguments() -> Any:
+        x, y = leaf(3), leaf(3)
+        product, rounded, total = TwoIn.apply(2.0, x, "name", y * 3, None)
+        (mixed(product) + mixed(total) + rounded.sum()).backward()
+        return grads(x, y)
 
+    def a_function_of_which_one_output_is_not_used() -> Any:
+        x, y = leaf(3), leaf(3)
+        mixed(TwoIn.apply(2.0, x, "name", y)[2].exp()).backward()
+        return grads(x, y)
 
-@scenario
-def an_error_in_a_backward_pass_comes_through() -> Any:
-    x = leaf(3)
-    failed = failure(mixed(Broken.apply(x)).backward, "The backward pass is broken.")
-    mixed(x.exp()).backward()
-    return [failed, torch._C._current_graph_task_id(), grads(x)]
+    def a_function_of_which_one_argument_needs_no_gradient() -> Any:
+        x, y = torch.randn(3), leaf(3)
+        mixed(TwoIn.apply(2.0, x, "name", y, True)[0]).backward()
+        return grads(x, y)
+
+    def a_function_that_gives_no_gradient() -> Any:
+        x, y = leaf(3), leaf(3)
+        a, b = Partly.apply(x.sin(), y.sin())
+        (mixed(a) + mixed(b) + mixed(x)).backward()
+        return grads(x, y)
+
+    def a_function_that_takes_missing_gradients_as_none() -> Any:
+        x = leaf(3)
+        Unmaterialized.seen = []
+        mixed(Unmaterialized.apply(x)[1]).backward()
+        mixed(Unmaterialized.apply(x)[0]).backward()
+        return [Unmaterialized.seen, grads(x)]
+
+    def a_function_that_takes_missing_gradients_as_zeros() -> Any:
+        x = leaf(3)
+        mixed(Materialized.apply(x)[1]).backward()
+        return grads(x)
+
+    def a_function_differentiable_once() -> Any:
+        x = leaf(3)
+        mixed(Once.apply(x)).backward()
+        (slope,) = torch.autograd.grad(mixed(Once.apply(x)), x, create_graph=True)
+        return [grads(x), slope, failure(mixed(slope).backward, "")]
+
+    def a_function_differentiated_twice() -> Any:
+        x = leaf(3)
+        (slope,) = torch.autograd.grad(mixed(Cube.apply(x)), x, create_graph=True)
+        mixed(slope).backward()
+        return [slope, grads(x)]
+
+    def a_function_frees_what_it_saved() -> Any:
+        x = leaf(3)
+        out = mixed(Cube.apply(x))
+        out.backward(retain_graph=True)
+        out.backward()
+        total = x.grad.clone()
+        return [failure(out.backward, SECOND_TIME), total]
+
+    def a_function_that_changes_its_argument() -> Any:
+        x = leaf(3)
+        y = x * 1.5
+        mixed(Doubled.apply(y) * y).backward()
+        return grads(x)
+
+    def a_backward_pass_inside_a_function() -> Any:
+        x = leaf(3)
+        out = mixed(Inner.apply(x * 2).tanh())
+        out.backward(retain_graph=True)
+        out.backward()
+        total = x.grad.clone()
+        return [total, failure(out.backward, SECOND_TIME)]
+
+    def an_error_in_a_backward_pass_comes_through() -> Any:
+        x = leaf(3)
+        failed = failure(mixed(Broken.apply(x)).backward, "The backward pass is broken.")
+        mixed(x.exp()).backward()
+        return [failed, torch._C._current_graph_task_id(), grads(x)]
 
 
 # - hooks
 
 
-@scenario
-def hooks_on_tensors_change_gradients() -> Any:
-    x, w = leaf(3), leaf(3)
-    x.register_hook(lambda grad: grad * 2)
-    x.register_hook(lambda grad: grad + 1)
-    w.register_hook(lambda grad: None)
-    hidden = x * w
-    hidden.register_hook(lambda grad: grad * 3)
-    gone = hidden.register_hook(lambda grad: grad * 100)
-    gone_too = w.register_hook(lambda grad: grad * 100)
-    gone.remove()
-    gone_too.remove()
-    mixed(hidden.exp() + hidden).backward()
-    return grads(x, w)
+class Hooks:
+    def hooks_on_tensors_change_gradients() -> Any:
+        x, w = leaf(3), leaf(3)
+        x.register_hook(lambda grad: grad * 2)
+        x.register_hook(lambda grad: grad + 1)
+        w.register_hook(lambda grad: None)
+        hidden = x * w
+        hidden.register_hook(lambda grad: grad * 3)
+        gone = hidden.register_hook(lambda grad: grad * 100)
+        gone_too = w.register_hook(lambda grad: grad * 100)
+        gone.remove()
+        gone_too.remove()
+        mixed(hidden.exp() + hidden).backward()
+        return grads(x, w)
 
+    def hooks_on_the_outputs_of_one_node() -> Any:
+        x, log = leaf(4, 6), []
+        a, b, c = x.exp().chunk(3, dim=1)
+        b.register_hook(lambda grad: log.append("b"))
+        a.register_hook(lambda grad: grad * 2)
+        mixed(a * b + c).backward()
+        return [log, grads(x)]
 
-@scenario
-def hooks_on_the_outputs_of_one_node() -> Any:
-    x, log = leaf(4, 6), []
-    a, b, c = x.exp().chunk(3, dim=1)
-    b.register_hook(lambda grad: log.append("b"))
-    a.register_hook(lambda grad: grad * 2)
-    mixed(a * b + c).backward()
-    return [log, grads(x)]
+    def hooks_run_when_a_pass_captures_them() -> Any:
+        x = leaf(3)
+        hidden = x.exp()
+        hidden.register_hook(lambda grad: grad * 3)
+        x.register_hook(lambda grad: grad * 5)
+        return torch.autograd.grad(mixed(hidden), [hidden, x])
 
+    def hooks_run_in_order() -> Any:
+        x, w, log = leaf(3), leaf(3), []
+        hidden = x * w
+        out = hidden.exp() * w
+        for name, tensor in (("x", x), ("w", w), ("hidden", hidden), ("out", out)):
+            tensor.register_hook(lambda grad, name=name: log.append(name))
+        for name, tensor in (("x", x), ("w", w)):
+            tensor.register_post_accumulate_grad_hook(lambda tensor, name=name: log.append(f"{name} is there"))
+        mixed(out).backward()
+        return [log, grads(x, w)]
 
-@scenario
-def hooks_run_when_a_pass_captures_them() -> Any:
-    x = leaf(3)
-    hidden = x.exp()
-    hidden.register_hook(lambda grad: grad * 3)
-    x.register_hook(lambda grad: grad * 5)
-    return torch.autograd.grad(mixed(hidden), [hidden, x])
+    def hooks_on_nodes_of_custom_functions() -> Any:
+        x, log = leaf(3), []
+        y = Cube.apply(x)
+        y.grad_fn.register_hook(lambda inputs, outputs: (inputs[0] * 2,))
+        y.grad_fn.register_hook(lambda inputs, outputs: log.append(len(outputs)))
+        y.grad_fn.register_prehook(lambda outputs: (outputs[0] + 1,))
+        gone = y.grad_fn.register_hook(lambda inputs, outputs: (inputs[0] * 100,))
+        gone.remove()
+        mixed(y).backward()
+        return [log, grads(x)]
 
+    def a_hook_set_before_an_in_place_operator() -> Any:
+        x = leaf(3)
+        y = x * 1.5
+        y.register_hook(lambda grad: grad * 3)
+        y.mul_(2)
+        y.register_hook(lambda grad: grad + 1)
+        mixed(y).backward()
+        return grads(x)
 
-@scenario
-def hooks_run_in_order() -> Any:
-    x, w, log = leaf(3), leaf(3), []
-    hidden = x * w
-    out = hidden.exp() * w
-    for name, tensor in (("x", x), ("w", w), ("hidden", hidden), ("out", out)):
-        tensor.register_hook(lambda grad, name=name: log.append(name))
-    for name, tensor in (("x", x), ("w", w)):
-        tensor.register_post_accumulate_grad_hook(lambda tensor, name=name: log.append(f"{name} is there"))
-    mixed(out).backward()
-    return [log, grads(x, w)]
+    def gradients_retained_where_an_operator_in_place_follows() -> Any:
+        x = leaf(3)
+        y, gone = x * 1.5, x * 2.5
+        gone.retain_grad()
+        y.retain_grad()
+        y.mul_(2)
+        total = mixed(y.exp() + gone)
+        del gone
+        total.backward()
+        return grads(x, y)
 
+    def gradients_retained_over_two_passes_with_an_operator_in_place_between() -> Any:
+        x = leaf(3)
+        y = x * 1.5
+        y.retain_grad()
+        mixed(y).backward(retain_graph=True)
+        y.mul_(2)
+        mixed(y.sin()).backward()
+        return grads(x, y)
 
-@scenario
-def hooks_on_nodes_of_custom_functions() -> Any:
-    x, log = leaf(3), []
-    y = Cube.apply(x)
-    y.grad_fn.register_hook(lambda inputs, outputs: (inputs[0] * 2,))
-    y.grad_fn.register_hook(lambda inputs, outputs: log.append(len(outputs)))
-    y.grad_fn.register_prehook(lambda outputs: (outputs[0] + 1,))
-    gone = y.grad_fn.register_hook(lambda inputs, outputs: (inputs[0] * 100,))
-    gone.remove()
-    mixed(y).backward()
-    return [log, grads(x)]
+    def retained_gradients() -> Any:
+        x = leaf(3)
+        hidden, other = x.exp(), x.sin()
+        hidden.register_hook(lambda grad: grad * 2)
+        hidden.retain_grad()
+        hidden.retain_grad()
+        other.retain_grad()
+        out = mixed(hidden * other + hidden)
+        out.backward(retain_graph=True)
+        first = hidden.grad.clone()
+        out.backward()
+        return [first, hidden.retains_grad, grads(hidden, other, x)]
 
+    def hooks_after_accumulation_may_use_and_drop_gradients() -> Any:
+        net, seen = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), []
 
-@scenario
-def a_hook_set_before_an_in_place_operator() -> Any:
-    x = leaf(3)
-    y = x * 1.5
-    y.register_hook(lambda grad: grad * 3)
-    y.mul_(2)
-    y.register_hook(lambda grad: grad + 1)
-    mixed(y).backward()
-    return grads(x)
+        def step(parameter: torch.Tensor) -> None:
+            seen.append(parameter.grad.clone())
+            with torch.no_grad():
+                parameter.sub_(parameter.grad, alpha=0.1)
+            parameter.grad = None
 
+        handles = [parameter.register_post_accumulate_grad_hook(step) for parameter in net.parameters()]
+        mixed(net(torch.randn(2, 3))).backward()
+        handles[0].remove()
+        mixed(net(torch.randn(2, 3))).backward()
+        return [seen, list(net.parameters()), grads(*net.parameters())]
 
-@scenario
-def gradients_retained_where_an_operator_in_place_follows() -> Any:
-    x = leaf(3)
-    y, gone = x * 1.5, x * 2.5
-    gone.retain_grad()
-    y.retain_grad()
-    y.mul_(2)
-    total = mixed(y.exp() + gone)
-    del gone
-    total.backward()
-    return grads(x, y)
+    def hooks_on_modules() -> Any:
+        net, log = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)), []
 
+        def after(module: nn.Module, inward: Any, outward: Any) -> Any:
+            log.extend((f"after {type(module).__name__}", *inward, *outward))
+            return tuple(None if grad is None else grad * 2 for grad in inward)
 
-@scenario
-def gradients_retained_over_two_passes_with_an_operator_in_place_between() -> Any:
-    x = leaf(3)
-    y = x * 1.5
-    y.retain_grad()
-    mixed(y).backward(retain_graph=True)
-    y.mul_(2)
-    mixed(y.sin()).backward()
-    return grads(x, y)
+        def before(module: nn.Module, outward: Any) -> Any:
+            log.append(f"before {type(module).__name__}")
+            return (outward[0] * 3,)
 
+        for child in (*net, net):
+            child.register_full_backward_hook(after)
+            child.register_full_backward_pre_hook(before)
+        x = leaf(3, 4)
+        mixed(net(x)).backward()
+        return [log, grads(x, *net.parameters())]
 
-@scenario
-def retained_gradients() -> Any:
-    x = leaf(3)
-    hidden, other = x.exp(), x.sin()
-    hidden.register_hook(lambda grad: grad * 2)
-    hidden.retain_grad()
-    hidden.retain_grad()
-    other.retain_grad()
-    out = mixed(hidden * other + hidden)
-    out.backward(retain_graph=True)
-    first = hidden.grad.clone()
-    out.backward()
-    return [first, hidden.retains_grad, grads(hidden, other, x)]
+    def hooks_on_modules_whose_input_needs_no_gradient() -> Any:
+        net, log = nn.Linear(4, 2), []
+        net.register_full_backward_hook(lambda module, inward, outward: log.extend((inward[0] is None, *outward)))
+        net.register_full_backward_pre_hook(lambda module, outward: log.extend(outward))
+        mixed(net(torch.randn(3, 4))).backward()
+        return [log, grads(*net.parameters())]
 
+    def callbacks_at_the_end_of_a_pass() -> Any:
+        x, log = leaf(3), []
 
-@scenario
-def hooks_after_accumulation_may_use_and_drop_gradients() -> Any:
-    net, seen = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), []
+        def hook(grad: torch.Tensor) -> None:
+            Variable._execution_engine.queue_callback(lambda: log.append(x.grad is not None))
+            Variable._execution_engine.queue_callback(lambda: log.append("last"))
+            log.append("hook")
 
-    def step(parameter: torch.Tensor) -> None:
-        seen.append(parameter.grad.clone())
-        with torch.no_grad():
-            parameter.sub_(parameter.grad, alpha=0.1)
-        parameter.grad = None
-
-    handles = [parameter.register_post_accumulate_grad_hook(step) for parameter in net.parameters()]
-    mixed(net(torch.randn(2, 3))).backward()
-    handles[0].remove()
-    mixed(net(torch.randn(2, 3))).backward()
-    return [seen, list(net.parameters()), grads(*net.parameters())]
-
-
-@scenario
-def hooks_on_modules() -> Any:
-    net, log = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)), []
-
-    def after(module: nn.Module, inward: Any, outward: Any) -> Any:
-        log.extend((f"after {type(module).__name__}", *inward, *outward))
-        return tuple(None if grad is None else grad * 2 for grad in inward)
-
-    def before(module: nn.Module, outward: Any) -> Any:
-        log.append(f"before {type(module).__name__}")
-        return (outward[0] * 3,)
-
-    for child in (*net, net):
-        child.register_full_backward_hook(after)
-        child.register_full_backward_pre_hook(before)
-    x = leaf(3, 4)
-    mixed(net(x)).backward()
-    return [log, grads(x, *net.parameters())]
-
-
-@scenario
-def hooks_on_modules_whose_input_needs_no_gradient() -> Any:
-    net, log = nn.Linear(4, 2), []
-    net.register_full_backward_hook(lambda module, inward, outward: log.extend((inward[0] is None, *outward)))
-    net.register_full_backward_pre_hook(lambda module, outward: log.extend(outward))
-    mixed(net(torch.randn(3, 4))).backward()
-    return [log, grads(*net.parameters())]
-
-
-@scenario
-def callbacks_at_the_end_of_a_pass() -> Any:
-    x, log = leaf(3), []
-
-    def hook(grad: torch.Tensor) -> None:
-        Variable._execution_engine.queue_callback(lambda: log.append(x.grad is not None))
-        Variable._execution_engine.queue_callback(lambda: log.append("last"))
-        log.append("hook")
-
-    y = x.exp()
-    y.register_hook(hook)
-    mixed(y).backward()
-    mixed(x.sin()).backward()
-    return [log, grads(x)]
+        y = x.exp()
+        y.register_hook(hook)
+        mixed(y).backward()
+        mixed(x.sin()).backward()
+        return [log, grads(x)]
 
 
 # - checkpoints and hooks on what is saved
@@ -928,156 +796,134 @@ def checkpointed(*, reentrant: bool, nested: bool = False, early_stop: bool = Tr
     return grads(x, *first.parameters(), *second.parameters())
 
 
-@scenario
-def reentrant_checkpoints() -> Any:
-    return checkpointed(reentrant=True)
+class Saved:
+    def reentrant_checkpoints() -> Any:
+        return checkpointed(reentrant=True)
+
+    def nested_reentrant_checkpoints() -> Any:
+        return checkpointed(reentrant=True, nested=True)
+
+    def checkpoints() -> Any:
+        return checkpointed(reentrant=False)
+
+    def checkpoints_without_early_stop() -> Any:
+        return checkpointed(reentrant=False, early_stop=False)
+
+    def nested_checkpoints() -> Any:
+        return checkpointed(reentrant=False, nested=True)
+
+    def nested_checkpoints_without_early_stop() -> Any:
+        return checkpointed(reentrant=False, nested=True, early_stop=False)
+
+    def checkpoints_of_leaves_one_after_the_other() -> Any:
+        """The second one's input is saved when the last node is the first one's."""
+        layer, first, second = block(), leaf(3, 4), leaf(3, 4)
+        losses = [mixed(checkpoint(layer, x, use_reentrant=False)) for x in (first, second)]
+        for loss in losses:
+            loss.backward()
+        return grads(first, second, *layer.parameters())
+
+    def a_checkpoint_of_a_retained_graph() -> Any:
+        layer, x = block(), leaf(3, 4)
+        out = mixed(checkpoint(layer, x, use_reentrant=False))
+        out.backward(retain_graph=True)
+        out.backward()
+        return grads(x, *layer.parameters())
+
+    def a_checkpoint_twice_freed_is_an_error() -> Any:
+        x = leaf(3, 4)
+        out = mixed(checkpoint(lambda x: x.exp().sin(), x, use_reentrant=False))
+        out.backward()
+        return [failure(out.backward, ""), grads(x)]
+
+    def callbacks_inside_a_reentrant_checkpoint() -> Any:
+        x, log = leaf(3), []
+
+        def inside(x: torch.Tensor) -> torch.Tensor:
+            y = x.exp()
+            if y.requires_grad:
+                y.register_hook(lambda grad: queue("inside"))
+            return y
+
+        def queue(name: str) -> None:
+            log.append(name)
+            Variable._execution_engine.queue_callback(lambda: log.append(f"{name} is over"))
+
+        y = x * 2
+        y.register_hook(lambda grad: log.append("between"))
+        out = checkpoint(inside, y, use_reentrant=True)
+        out.register_hook(lambda grad: queue("outside"))
+        mixed(out).backward()
+        return [log, grads(x)]
+
+    def saved_tensors_packed_by_the_user() -> Any:
+        x, log = leaf(3), []
+
+        def pack(tensor: torch.Tensor) -> Any:
+            log.append("pack")
+            return tensor.detach().numpy().copy()
+
+        def unpack(packed: Any) -> torch.Tensor:
+            log.append("unpack")
+            return torch.from_numpy(packed) * 2
+
+        with saved_tensors_hooks(pack, unpack):
+            y = x.exp() * x
+            with saved_tensors_hooks(lambda tensor: tensor + 1, lambda tensor: tensor):
+                y = y.sin()
+        out = mixed(y)
+        out.backward(retain_graph=True)
+        out.backward()
+        return [log, grads(x)]
+
+    def saved_tensors_kept_on_the_cpu() -> Any:
+        net, x = block(), leaf(3, 4)
+        with save_on_cpu():
+            y = net(x).relu_()
+        mixed(y).backward()
+        return grads(x, *net.parameters())
+
+    def saved_tensors_packed_inside_a_checkpoint() -> Any:
+        x = leaf(3)
+
+        def inside(x: torch.Tensor) -> torch.Tensor:
+            with saved_tensors_hooks(lambda tensor: tensor * 1, lambda tensor: tensor * 2):
+                return x.exp().sin()
+
+        mixed(checkpoint(inside, x, use_reentrant=False)).backward()
+        return grads(x)
+
+    def gradients_by_torch_func() -> Any:
+        net, x = block().eval(), leaf(3, 4)  # without random numbers
+        parameters = dict(net.named_parameters())
+        fixed = {name: parameter.detach() for name, parameter in parameters.items()}
+
+        def loss(parameters: Any, x: torch.Tensor) -> torch.Tensor:
+            return mixed(functional_call(net, parameters, (x,)).tanh())  # which saves its own result
+
+        a_sample = vmap(grad(loss), in_dims=(None, 0))(fixed, x.detach())
+        slopes = vmap(grad(loss, argnums=1), in_dims=(None, 0))(parameters, x)
+        out, tangent = jvp(lambda x: functional_call(net, parameters, (x,)), (x,), (torch.ones_like(x),))
+        (slopes.square().sum() + (out * tangent).sum()).backward()
+        return [a_sample, grads(x, *net.parameters())]
+
+    def jacobians_by_torch_func() -> Any:
+        """`vjp` differentiates with respect to a tensor whose transform is over."""
+        net, x = block().eval(), leaf(3, 4)
+
+        def loss(x: torch.Tensor) -> torch.Tensor:
+            return mixed(net(x).tanh())
+
+        first, second = vmap(jacrev(loss))(x), vmap(hessian(loss))(x)
+        nothing = jacrev(lambda x: torch.ones(2))(x.detach())
+        (first.square().sum() + second.square().sum()).backward()
+        return [nothing, jacrev(jacrev(loss))(x.detach()), grads(x, *net.parameters())]
 
 
-@scenario
-def nested_reentrant_checkpoints() -> Any:
-    return checkpointed(reentrant=True, nested=True)
-
-
-@scenario
-def checkpoints() -> Any:
-    return checkpointed(reentrant=False)
-
-
-@scenario
-def checkpoints_without_early_stop() -> Any:
-    return checkpointed(reentrant=False, early_stop=False)
-
-
-@scenario
-def nested_checkpoints() -> Any:
-    return checkpointed(reentrant=False, nested=True)
-
-
-@scenario
-def nested_checkpoints_without_early_stop() -> Any:
-    return checkpointed(reentrant=False, nested=True, early_stop=False)
-
-
-@scenario
-def checkpoints_of_leaves_one_after_the_other() -> Any:
-    """The second one's input is saved when the last node is the first one's."""
-    layer, first, second = block(), leaf(3, 4), leaf(3, 4)
-    losses = [mixed(checkpoint(layer, x, use_reentrant=False)) for x in (first, second)]
-    for loss in losses:
-        loss.backward()
-    return grads(first, second, *layer.parameters())
-
-
-@scenario
-def a_checkpoint_of_a_retained_graph() -> Any:
-    layer, x = block(), leaf(3, 4)
-    out = mixed(checkpoint(layer, x, use_reentrant=False))
-    out.backward(retain_graph=True)
-    out.backward()
-    return grads(x, *layer.parameters())
-
-
-@scenario
-def a_checkpoint_twice_freed_is_an_error() -> Any:
-    x = leaf(3, 4)
-    out = mixed(checkpoint(lambda x: x.exp().sin(), x, use_reentrant=False))
-    out.backward()
-    return [failure(out.backward, ""), grads(x)]
-
-
-@scenario
-def callbacks_inside_a_reentrant_checkpoint() -> Any:
-    x, log = leaf(3), []
-
-    def inside(x: torch.Tensor) -> torch.Tensor:
-        y = x.exp()
-        if y.requires_grad:
-            y.register_hook(lambda grad: queue("inside"))
-        return y
-
-    def queue(name: str) -> None:
-        log.append(name)
-        Variable._execution_engine.queue_callback(lambda: log.append(f"{name} is over"))
-
-    y = x * 2
-    y.register_hook(lambda grad: log.append("between"))
-    out = checkpoint(inside, y, use_reentrant=True)
-    out.register_hook(lambda grad: queue("outside"))
-    mixed(out).backward()
-    return [log, grads(x)]
-
-
-@scenario
-def saved_tensors_packed_by_the_user() -> Any:
-    x, log = leaf(3), []
-
-    def pack(tensor: torch.Tensor) -> Any:
-        log.append("pack")
-        return tensor.detach().numpy().copy()
-
-    def unpack(packed: Any) -> torch.Tensor:
-        log.append("unpack")
-        return torch.from_numpy(packed) * 2
-
-    with saved_tensors_hooks(pack, unpack):
-        y = x.exp() * x
-        with saved_tensors_hooks(lambda tensor: tensor + 1, lambda tensor: tensor):
-            y = y.sin()
-    out = mixed(y)
-    out.backward(retain_graph=True)
-    out.backward()
-    return [log, grads(x)]
-
-
-@scenario
-def saved_tensors_kept_on_the_cpu() -> Any:
-    net, x = block(), leaf(3, 4)
-    with save_on_cpu():
-        y = net(x).relu_()
-    mixed(y).backward()
-    return grads(x, *net.parameters())
-
-
-@scenario
-def saved_tensors_packed_inside_a_checkpoint() -> Any:
-    x = leaf(3)
-
-    def inside(x: torch.Tensor) -> torch.Tensor:
-        with saved_tensors_hooks(lambda tensor: tensor * 1, lambda tensor: tensor * 2):
-            return x.exp().sin()
-
-    mixed(checkpoint(inside, x, use_reentrant=False)).backward()
-    return grads(x)
-
-
-@scenario
-def gradients_by_torch_func() -> Any:
-    net, x = block().eval(), leaf(3, 4)  # without random numbers
-    parameters = dict(net.named_parameters())
-    fixed = {name: parameter.detach() for name, parameter in parameters.items()}
-
-    def loss(parameters: Any, x: torch.Tensor) -> torch.Tensor:
-        return mixed(functional_call(net, parameters, (x,)).tanh())  # which saves its own result
-
-    a_sample = vmap(grad(loss), in_dims=(None, 0))(fixed, x.detach())
-    slopes = vmap(grad(loss, argnums=1), in_dims=(None, 0))(parameters, x)
-    out, tangent = jvp(lambda x: functional_call(net, parameters, (x,)), (x,), (torch.ones_like(x),))
-    (slopes.square().sum() + (out * tangent).sum()).backward()
-    return [a_sample, grads(x, *net.parameters())]
-
-
-@scenario
-def jacobians_by_torch_func() -> Any:
-    """`vjp` differentiates with respect to a tensor whose transform is over."""
-    net, x = block().eval(), leaf(3, 4)
-
-    def loss(x: torch.Tensor) -> torch.Tensor:
-        return mixed(net(x).tanh())
-
-    first, second = vmap(jacrev(loss))(x), vmap(hessian(loss))(x)
-    nothing = jacrev(lambda x: torch.ones(2))(x.detach())
-    (first.square().sum() + second.square().sum()).backward()
-    return [nothing, jacrev(jacrev(loss))(x.detach()), grads(x, *net.parameters())]
+# Each runs once on the engine and once on the walk; what it returns must be the same.
+SCENARIOS = [
+    each for of in (Operators, Starts, Functions, Hooks, Saved) for each in vars(of).values() if callable(each)
+]
 
 
 @pytest.mark.parametrize("as_plain", [True, False], ids=["adding_in_place", "adding_out_of_place"])
@@ -1569,57 +1415,3 @@ def test_a_pass_of_the_engines_own_has_its_number() -> None:
     mixed(x.exp()).backward()
     assert seen[0] >= 0
     assert graph_task() == -1
-
-
-# Canaries: what backward.py reads of torch's insides
-
-
-def moved(what: str, use: str) -> str:
-    return f"torch moved {what}; core/simulation/backward.py reads it {use}"
-
-
-def test_canary_next_functions() -> None:
-    x, w = leaf(3), leaf(3)
-    node = (x * w.chunk(2)[1].sum()).grad_fn
-    (first, place), (second, _) = node.next_functions
-    message = moved("node.next_functions", "to find the edges of the graph")
-    assert (type(first).__name__, place) == ("AccumulateGrad", 0), message
-    assert second.next_functions[0][1] == 1, message
-    assert (x * torch.ones(3)).grad_fn.next_functions[1] == (None, 0), message
-
-
-def test_canary_metadata_outlives_the_nodes_python_object() -> None:
-    y = leaf(3).exp()
-    y.grad_fn.metadata["memguard test"] = "kept"
-    gc.collect()
-    message = moved("the life of node.metadata", "for hooks and module paths, which it hangs there")
-    assert y.grad_fn.metadata.get("memguard test") == "kept", message
-    assert y.sum().grad_fn.next_functions[0][0].metadata.get("memguard test") == "kept", message
-
-
-def test_canary_accumulation_knows_its_leaf() -> None:
-    x = leaf(3)
-    message = moved("AccumulateGrad.variable", "to find the leaf to give a gradient to")
-    assert get_gradient_edge(x).node.variable is x, message
-    assert x.exp().grad_fn.next_functions[0][0].variable is x, message
-
-
-def test_canary_a_functions_context_is_its_node() -> None:
-    contexts = []
-
-    class Keeps(Function):
-        @staticmethod
-        def forward(ctx, x):
-            contexts.append(ctx)
-            ctx.set_materialize_grads(False)
-            return x * 2
-
-        @staticmethod
-        def backward(ctx, grad):
-            return grad * 2
-
-    with walking():
-        node = Keeps.apply(leaf(3)).grad_fn
-    message = moved("the context of a torch.autograd.Function", "as its node, for set_materialize_grads")
-    assert node is contexts[0], message
-    assert node.memguard_materializes is False, message

@@ -631,31 +631,6 @@ def test_what_makes_a_tensor_or_writes_a_real_or_known_one_has_to_run(mode):
     assert known_result(aten.zero_.default, (known,), {}) is known
 
 
-# Canaries: private names of torch. When one of these dies, PyTorch changed what core/ or training/step.py leans on.
-
-
-def test_canary_a_fake_tensors_own_constant_can_be_turned_off():
-    with FakeTensorMode():
-        constant = torch.tensor(2.5).constant
-    assert constant == 2.5
-    with KnownFakeMode():
-        constant = torch.tensor(2.5).constant
-    assert constant is None
-
-
-def test_canary_a_parameter_is_deep_copied_by_clone():
-    calls = []
-
-    class Watch(torch.overrides.TorchFunctionMode):
-        def __torch_function__(self, func, types, args=(), kwargs=None):
-            calls.append(func)
-            return func(*args, **(kwargs or {}))
-
-    with Watch():
-        copy.deepcopy(nn.Parameter(torch.ones(1)))
-    assert torch._C.TensorBase.clone in calls
-
-
 _AFTER_DTENSOR = """
 import torch.distributed.tensor
 aten = torch.ops.aten

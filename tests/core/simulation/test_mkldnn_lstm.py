@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch._C._profiler import _EventType
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_memguard.core.capture.recorder import Recorder
 from lightning_memguard.core.simulation import mkldnn_lstm
+from tests.profiled import measured_peak
 
 pytestmark = pytest.mark.exact
 
@@ -55,29 +54,6 @@ class LSTMRecorder(Recorder):
         if inside:
             self.add_row("free", self.take(inside, str(func), "workspaces"), str(func))
         return out
-
-
-def measured_peak(run: Callable[[], None]) -> int:
-    """The most bytes alive at once of those that torch's CPU allocator handed out during the run."""
-    profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-    profiler.start()
-    run()
-    profiler.stop()
-    nodes, found = list(profiler.profiler.kineto_results.experimental_event_tree()), []
-    while nodes:
-        node = nodes.pop()
-        nodes += node.children
-        if node.tag == _EventType.Allocation:
-            found.append((node.start_time_ns, node.extra_fields.ptr, node.extra_fields.alloc_size))
-    live: dict[int, int] = {}
-    peak = 0
-    for _, address, nbytes in sorted(found, key=lambda block: block[0]):
-        if nbytes > 0:
-            live[address] = nbytes
-        else:
-            live.pop(address, None)
-        peak = max(peak, sum(live.values()))
-    return peak
 
 
 def predicted_peak(run: Callable[[], None], before: list[torch.Tensor]) -> int:

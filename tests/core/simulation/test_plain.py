@@ -6,19 +6,18 @@ formula that begins to ask `areAnyTensorSubclassLike` fails here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import accumulate
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._C._profiler import _EventType
 from torch.nn import functional as F
-from torch.profiler import ProfilerActivity, profile
 
 from lightning_memguard.core.capture.program import tensors
 from lightning_memguard.core.capture.recorder import Recorder, watching
 from lightning_memguard.core.simulation.fake import fake_copy
+from tests.profiled import measured_peak
 
 pytestmark = pytest.mark.exact
 
@@ -148,31 +147,10 @@ def loss_of(out: Tensor) -> Tensor:
     return (out * out).sum()
 
 
-def measured_peak(function: Callable[[Tensor], Tensor]) -> int:
+def peak_of(function: Callable[[Tensor], Tensor]) -> int:
     holder = Holder()
     function(holder.x.detach())  # what torch makes once
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        loss_of(function(holder.x)).backward()
-    found = [
-        (node.start_time_ns, node.extra_fields.ptr, node.extra_fields.alloc_size)
-        for node in every(profiler.profiler.kineto_results.experimental_event_tree())  # type: ignore[union-attr]
-        if node.tag == _EventType.Allocation
-    ]
-    live: dict[int, int] = {}
-    changes = [0]
-    for _, address, nbytes in sorted(found):
-        if nbytes > 0:
-            live[address] = nbytes
-            changes.append(nbytes)
-        else:
-            changes.append(-live.pop(address, 0))
-    return max(accumulate(changes))
-
-
-def every(nodes: list[object]) -> Iterator[object]:
-    for node in nodes:
-        yield node
-        yield from every(node.children)  # type: ignore[attr-defined]
+    return measured_peak(lambda: loss_of(function(holder.x)).backward())
 
 
 def predicted_peak(function: Callable[[Tensor], Tensor]) -> int:
@@ -193,5 +171,5 @@ def predicted_peak(function: Callable[[Tensor], Tensor]) -> int:
 def test_a_step_takes_what_the_profiler_measures(name: str) -> None:
     torch.manual_seed(0)
     function = {**CASES, **ASKED_FOR}[name]
-    measured, predicted = measured_peak(function), predicted_peak(function)
+    measured, predicted = peak_of(function), predicted_peak(function)
     assert abs(predicted - measured) <= 16, predicted - measured  # numbers that a kernel reads

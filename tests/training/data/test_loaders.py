@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 import pytorch_lightning as pl
 import torch
@@ -40,50 +38,6 @@ def drawn(loader: Any) -> Any:
     return samples.draw(loader, fixed=bool(described(loader).fixed_because)).batches
 
 
-class Counting(Dataset[torch.Tensor]):
-    """Opens something at its first read, counts reads, and draws from a generator of its own."""
-
-    def __init__(self) -> None:
-        self.file: object = None
-        self.reads = 0
-        self.shared_reads = multiprocessing.Value("i", 0)
-        self.random = np.random.default_rng(0)
-
-    def __len__(self) -> int:
-        return 40
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        self.file = object()
-        self.reads += 1
-        with self.shared_reads.get_lock():
-            self.shared_reads.value += 1
-        return torch.full((3,), float(self.random.normal()))
-
-
-def test_sampling_moves_nothing_of_the_users() -> None:
-    dataset = Counting()
-    generator = torch.Generator().manual_seed(1)
-    loader = DataLoader(dataset, batch_size=8, shuffle=True, generator=generator)
-    before = generator.get_state(), torch.get_rng_state(), dataset.random.bit_generator.state
-    drawn(loader)
-    assert dataset.reads == dataset.shared_reads.value == 0
-    assert dataset.file is None
-    assert torch.equal(generator.get_state(), before[0])
-    assert torch.equal(torch.get_rng_state(), before[1])
-    assert dataset.random.bit_generator.state == before[2]
-
-
-def test_the_largest_of_the_samples_drawn_stands_for_all() -> None:
-    """Sixteen sequences of 1 to 16 tokens: the batch predicted from holds the one of 16."""
-    sequences = [torch.zeros(length, dtype=torch.long) for length in range(1, 17)]
-
-    def pad(items: list[torch.Tensor]) -> torch.Tensor:
-        return torch.nn.utils.rnn.pad_sequence(items, batch_first=True)
-
-    batches = drawn(DataLoader(sequences, batch_size=4, collate_fn=pad))  # type: ignore[arg-type]
-    assert batches.fake(5).shape == (5, 16)
-
-
 def test_a_sampler_decides_what_is_drawn_and_how_much_there_is() -> None:
     dataset = TensorDataset(torch.arange(100.0).unsqueeze(1))
     loader = DataLoader(dataset, batch_size=4, sampler=SubsetRandomSampler([7, 8, 9]))
@@ -102,20 +56,6 @@ def test_an_iterable_dataset_is_sampled_by_a_fresh_iterator() -> None:
     assert source.dataset_size is None
     assert drawn(source.loader).fake(7).shape == (7, 5)
     assert len(next(iter(resized(source.loader, 6)))) == 6
-
-
-def test_an_iterator_that_can_be_read_once_is_left_alone() -> None:
-    class Once(IterableDataset[torch.Tensor]):
-        def __init__(self) -> None:
-            self.source = (torch.zeros(5) for _ in range(10))
-
-        def __iter__(self) -> Iterator[torch.Tensor]:
-            return self.source
-
-    dataset = Once()
-    with pytest.raises(CannotTraceError, match=r"Once.source is a generator, which can be read only once"):
-        drawn(DataLoader(dataset, batch_size=2))
-    assert len(list(dataset)) == 10
 
 
 class Named(DataLoader[Any]):
@@ -137,14 +77,6 @@ def test_a_resized_loader_keeps_everything_but_its_size(dataset: TensorDataset) 
     assert len(next(iter(loader))[0]) == 8
 
 
-def test_a_resized_loader_shuffles_as_one_made_by_hand(dataset: TensorDataset) -> None:
-    torch.manual_seed(0)
-    mine = [x for x, _ in resized(DataLoader(dataset, batch_size=8, shuffle=True), 25)]
-    torch.manual_seed(0)
-    theirs = [x for x, _ in DataLoader(dataset, batch_size=25, shuffle=True)]
-    assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
-
-
 class Planned(Sampler[list[int]]):
     """A batch sampler that made its batches beforehand: its attribute is a memory, not a setting."""
 
@@ -156,17 +88,6 @@ class Planned(Sampler[list[int]]):
         return iter(self.plan)
 
 
-class Pairs(Sampler[list[int]]):
-    """A batch sampler of the user's own that makes its batches lazily."""
-
-    def __init__(self, batch_size: int) -> None:
-        self.batch_size = batch_size
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for start in range(0, 50, self.batch_size):
-            yield [*range(start, start + self.batch_size)]
-
-
 def test_loaders_without_a_size_of_their_own_say_so(dataset: TensorDataset) -> None:
     planned = DataLoader(dataset, batch_sampler=Planned(5))
     for loader, why in ((DataLoader(dataset, batch_size=None), "batch_size=None"), (planned, "Planned")):
@@ -174,20 +95,6 @@ def test_loaders_without_a_size_of_their_own_say_so(dataset: TensorDataset) -> N
         with pytest.raises(CannotResizeLoaderError, match="pass a DataLoader with `batch_size=`"):
             resized(loader, 4)
     assert "not a torch DataLoader" in described([torch.zeros(2, 16)]).fixed_because
-
-
-def test_a_batch_sampler_with_a_plan_is_predicted_at_its_own_size(dataset: TensorDataset) -> None:
-    source = described(DataLoader(dataset, batch_sampler=Planned(5)))
-    assert source.batch_size == 5
-    assert drawn(source.loader).small[0].shape == (5, 16)
-
-
-def test_a_batch_sampler_that_follows_its_attribute_is_resized(dataset: TensorDataset) -> None:
-    sampler = Pairs(5)
-    loader = DataLoader(dataset, batch_sampler=sampler)
-    assert described(loader).fixed_because == ""
-    assert [len(x) for x, _ in resized(loader, 25)] == [25, 25]
-    assert (sampler.batch_size, len(next(iter(loader))[0])) == (5, 5)
 
 
 def test_where_no_sample_can_be_read_the_first_failure_is_the_reason() -> None:

@@ -26,6 +26,7 @@ from lightning_memguard import MemGuard
 from lightning_memguard.errors import CannotTraceError
 from lightning_memguard.training.data.copies import refuse_one_shot
 from tests.long import long_but
+from tests.training.quiet import quiet_trainer
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="without a fork, such data is not read at all")
 STREAM: Iterator[int] = iter(())  # of the program at hand
@@ -235,18 +236,8 @@ LEFT_ALONE = [a_queue_that_a_thread_fills, a_socket, a_service_of_this_machine]
 
 def train(make: Callable[[], tuple[Net, Any]], *guard: MemGuard) -> tuple[list[Any], list[Any]]:
     module, data = make()
-    options: dict[str, Any] = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
-    trainer = pl.Trainer(
-        max_epochs=EPOCHS,
-        limit_train_batches=BATCHES,
-        reload_dataloaders_every_n_epochs=1,
-        accelerator="cpu",
-        enable_model_summary=False,
-        callbacks=[*guard],
-        default_root_dir=tempfile.mkdtemp(),
-        **options,
-    )
-    trainer.fit(module, data)
+    limits = {"max_epochs": EPOCHS, "limit_train_batches": BATCHES, "reload_dataloaders_every_n_epochs": 1}
+    quiet_trainer(*guard, **limits).fit(module, data)
     return module.seen, module.layer.weight.tolist()
 
 
@@ -290,8 +281,7 @@ def test_what_data_keeps_as_it_is_read_is_not_kept_at_setup() -> None:
             counts.append(len(Kept.kept))
 
     guard = MemGuard("check")
-    options: dict[str, Any] = {"limit_train_batches": 2, "logger": False, "enable_checkpointing": False}
-    pl.Trainer(max_epochs=1, accelerator="cpu", callbacks=[guard, Count()], **options).fit(Net(), Forever())
+    quiet_trainer(guard, Count(), limit_train_batches=2).fit(Net(), Forever())
     assert guard.decision.footprint is not None
     assert counts == [0]
 

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memguard import MemGuard
+from tests.training.quiet import quiet_trainer
 
 EPOCHS = 3
 
@@ -68,15 +69,7 @@ class Curriculum(pl.Callback):
 
 
 def fit(module: Any, guard: MemGuard, data: Any = None, *more: Any) -> pl.Trainer:
-    options: dict[str, Any] = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        max_epochs=EPOCHS,
-        reload_dataloaders_every_n_epochs=1,
-        callbacks=[guard, *more],
-        enable_model_summary=False,
-        **options,
-    )
+    trainer: pl.Trainer = quiet_trainer(guard, *more, max_epochs=EPOCHS, reload_dataloaders_every_n_epochs=1)
     trainer.fit(module, datamodule=data)
     return trainer
 

@@ -16,6 +16,7 @@ from lightning_memguard import Decision, MemGuard
 from lightning_memguard.core.device.host import MemoryInfo
 from lightning_memguard.training.data import workers
 from tests.forks import with_shared_memory
+from tests.training.quiet import quiet_trainer
 
 PAGE = 4096
 
@@ -180,8 +181,6 @@ def test_no_worker_dies_where_docker_gives_little(tmp_path: Path) -> None:
 def train_where_docker_gives_little(folder: Path) -> None:
     os.chdir(folder)
     guard = MemGuard(batch_size="largest", min_steps_per_epoch=None)
-    shown = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
-    trainer = pl.Trainer(accelerator="cpu", max_epochs=1, callbacks=[guard], **shown)
-    trainer.fit(Mean(), DataLoader(Images(), 2, num_workers=2))
+    quiet_trainer(guard).fit(Mean(), DataLoader(Images(), 2, num_workers=2))
     assert guard.decision is not None
     assert (guard.decision.batch_size, guard.decision.limited_by) == (64, "shared_memory")

@@ -35,6 +35,7 @@ from lightning_memguard.training.adapter import program as program_module
 from lightning_memguard.training.adapter import shadow
 from lightning_memguard.training.strategies import ddp
 from tests.forks import on_ranks
+from tests.training.quiet import quiet_trainer
 
 BATCH_SIZE = 8
 WIDTH = 256
@@ -126,18 +127,8 @@ def train(name: str, lightly: bool, rank: int) -> dict[str, Any]:
     marks = Marks()
     profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
     with profiler if rank == 0 else contextlib.nullcontext():
-        trainer = pl.Trainer(
-            accelerator="cpu",
-            devices=2,
-            strategy=pl.strategies.DDPStrategy(process_group_backend="gloo", **options),
-            max_epochs=1,
-            accumulate_grad_batches=accumulate,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            callbacks=[marks],
-        )
+        strategy = pl.strategies.DDPStrategy(process_group_backend="gloo", **options)
+        trainer = quiet_trainer(marks, devices=2, strategy=strategy, accumulate_grad_batches=accumulate)
         trainer.fit(Net(extra, lightly), DataLoader(dataset, batch_size=BATCH_SIZE))
     if rank:
         return {}

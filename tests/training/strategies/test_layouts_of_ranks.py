@@ -21,6 +21,7 @@ from lightning_memguard.training.facts.run_facts import read_run_facts
 from lightning_memguard.training.strategies.sharded import Layout
 from lightning_memguard.units import KIB
 from tests.forks import of_both_ranks
+from tests.training.quiet import quiet_trainer
 from tests.training.strategies import two_shards
 
 USABLE = 1200 * KIB * 0.95
@@ -144,9 +145,7 @@ class Wide(pl.LightningModule):
 
 
 def replayed(strategy: Any, devices: int, **settings: Any) -> Replay:
-    trainer = pl.Trainer(
-        accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False, max_epochs=1, **settings
-    )
+    trainer = quiet_trainer(**settings)
     program = LightningProgram(
         trainer,
         Wide(),

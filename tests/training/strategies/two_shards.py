@@ -30,6 +30,7 @@ from lightning_memguard.training.data import loaders
 from lightning_memguard.training.run import choose
 from lightning_memguard.training.run import profile as profiles
 from lightning_memguard.units import KIB
+from tests.training.quiet import quiet_trainer
 
 BUDGET = 1200 * KIB
 STEPS = 10  # of fits that are measured
@@ -137,11 +138,7 @@ class Peak(pl.Callback):
 
 
 def trainer_of(layout: ModelParallelStrategy, callbacks: list[Any], devices: int, **settings: Any) -> pl.Trainer:
-    return pl.Trainer(**{
-        "accelerator": "cpu", "devices": devices, "strategy": layout, "max_epochs": 1, "logger": False,
-        "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False,
-        "limit_train_batches": 4, **settings, "callbacks": callbacks,
-    })  # fmt: skip
+    return quiet_trainer(*callbacks, **{"devices": devices, "strategy": layout, "limit_train_batches": 4, **settings})
 
 
 def data_of(size: int) -> DataLoader:
