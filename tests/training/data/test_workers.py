@@ -13,8 +13,10 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from lightning_memguard import Decision, MemGuard
+from lightning_memguard.core.batch.batches import batches_from_one
 from lightning_memguard.core.device.host import MemoryInfo
 from lightning_memguard.training.data import workers
+from lightning_memguard.training.data.loaders import LoaderInfo, source_of
 from tests.forks import with_shared_memory
 from tests.training.quiet import quiet_trainer
 
@@ -57,8 +59,17 @@ def shm_of(nbytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workers, "shared_memory", lambda: MemoryInfo(nbytes, nbytes, "statvfs"))
 
 
+def test_as_many_batches_fit_as_are_in_flight(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch of 30 samples takes a page of labels, and as many pages as its images."""
+    shm_of(3 * (30 * PAGE + PAGE), monkeypatch)
+    found = decided(trainer, pages(200), 4, None, num_workers=1)
+    assert (found.batch_size, found.limited_by) == (30, "shared_memory")
+    assert found.host is not None
+    assert found.host.shared_bytes == 3 * 31 * PAGE
+
+
 @pytest.mark.parametrize(
-    ("loader", "in_flight"),
+    ("settings", "in_flight"),
     [
         ({"num_workers": 1}, 3),
         ({"num_workers": 1, "prefetch_factor": 5, "persistent_workers": True}, 6),
@@ -66,15 +77,13 @@ def shm_of(nbytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=str,
 )
-def test_as_many_batches_fit_as_are_in_flight(
-    trainer: Any, monkeypatch: pytest.MonkeyPatch, loader: dict[str, Any], in_flight: int
-) -> None:
-    """A batch of 30 samples takes a page of labels, and as many pages as its images."""
-    shm_of(in_flight * (30 * PAGE + PAGE), monkeypatch)
-    found = decided(trainer, pages(200), 4, None, **loader)
-    assert (found.batch_size, found.limited_by) == (30, "shared_memory")
-    assert found.host is not None
-    assert found.host.shared_bytes == in_flight * 31 * PAGE
+def test_what_is_in_flight_is_read_from_the_loader(settings: dict[str, Any], in_flight: int) -> None:
+    loader = DataLoader(pages(200), 4, **settings)
+    info = LoaderInfo(None, "min_size", (source_of(loader, "the loader"),), "the loader")
+    found = workers.flight_of(info, [batches_from_one(next(iter(DataLoader(pages(4), 4))))], pins=False, sized=True)
+    assert found is not None
+    assert found.persists == settings.get("persistent_workers", False)
+    assert workers.Workers(found, None, mid_epoch=False, leaves=False).shared_bytes(30, 0) == in_flight * 31 * PAGE
 
 
 def test_a_warning_names_what_would_fit(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:

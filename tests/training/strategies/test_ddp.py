@@ -352,6 +352,16 @@ def test_a_hook_that_is_not_known_is_said_to_be_missing(predict: Any) -> None:
     assert predict(options).notes == ()  # Lightning registers hooks on CUDA only
 
 
+def attached(make: Callable[[], Any], *, is_fit: bool = True, **options: Any) -> tuple[Trace, Any]:
+    """What DDP allocates as it wraps a module on fake tensors, and the module's copy."""
+    recorder = Recorder("cpu")
+    with tensors(fake=True):
+        module_copy = make()
+        with watching(recorder, module_copy):
+            ddp.attach(strategy_of(pl, options), module_copy, recorder, is_fit=is_fit)
+    return recorder.trace(1, "fake"), module_copy
+
+
 def sent(trace: Trace) -> list[Event]:
     return [event for event in trace if event.part == "communication" and event.action == "alloc"]
 
@@ -364,13 +374,8 @@ def test_two_broadcasts_are_on_their_way_at_once_when_the_wrapper_is_built() -> 
             self.layers.requires_grad_(False)
             self.head = nn.Linear(4, 4)
 
-    recorder = Recorder("cpu")
-    with tensors(fake=True):
-        module_copy = Large()
-        with watching(recorder, module_copy):
-            ddp.attach(strategy_of(pl, {}), module_copy, recorder)
     total, most = 0, 0
-    for event in recorder.trace(1, "fake"):
+    for event in attached(Large)[0]:
         if event.part == "communication":
             total += event.nbytes if event.action == "alloc" else -event.nbytes
             most = max(most, total)
@@ -386,12 +391,8 @@ def test_two_maps_tell_which_parameters_were_used(option: str, predict: Any) -> 
 
 
 def test_a_validation_alone_broadcasts_the_module_and_wraps_nothing() -> None:
-    recorder = Recorder("cpu")
-    with tensors(fake=True):
-        module_copy = Net()
-        with watching(recorder, module_copy):
-            ddp.attach(strategy_of(pl, {}), module_copy, recorder, is_fit=False)
-    assert [event.nbytes for event in sent(recorder.trace(1, "fake"))] == [GRADIENT_BYTES]
+    trace, module_copy = attached(Net, is_fit=False)
+    assert [event.nbytes for event in sent(trace)] == [GRADIENT_BYTES]
     assert "training_step" not in vars(module_copy)
 
 
@@ -456,12 +457,7 @@ def test_sparse_gradients_have_no_bucket() -> None:
             self.table = nn.Embedding(1000, 16, sparse=True)
             self.head = nn.Linear(16, 8)
 
-    recorder = Recorder("cpu")
-    with tensors(fake=True):
-        module_copy = Sparse()
-        with watching(recorder, module_copy):
-            ddp.attach(strategy_of(pl, {"find_unused_parameters": True}), module_copy, recorder)
-    assert bucket_bytes(recorder.trace(1, "fake")) == [4 * (16 * 8 + 8)]
+    assert bucket_bytes(attached(Sparse, find_unused_parameters=True)[0]) == [4 * (16 * 8 + 8)]
 
 
 @pytest.mark.parametrize("package", [pl, lp], ids=["pytorch_lightning", "lightning"])
