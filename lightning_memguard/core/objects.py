@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from types import FrameType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -65,11 +66,11 @@ def is_users(thing: object) -> bool:
 
 
 @functools.cache
-def _is_users(kind: Any) -> bool:
+def _is_users(kind: type) -> bool:
     return bool(users_classes(kind)) and not issubclass(kind, (type, Tensor))
 
 
-def function_of(member: Any) -> Any:
+def function_of(member: object) -> Any:
     """The function behind a method, a property or a member of a class; another thing as it is."""
     return getattr(member, "__func__", None) or getattr(member, "fget", None) or member
 
@@ -118,9 +119,11 @@ def entries_of(thing: object) -> list[object]:
 
 def held_by(thing: object) -> list[object]:
     """What a container, a module or an object of the user's holds. Data is left out: it is there without a training."""
+    if isinstance(thing, torch.jit.ScriptModule):  # they are not in its dictionary
+        return [*thing.parameters(), *thing.buffers()]
     is_data = isinstance(thing, DATA) or hasattr(type(thing), "train_dataloader")
     if isinstance(thing, (nn.Module, *_RECORDS)) or (is_users(thing) and not is_data):
-        return entries_of(getattr(thing, "__dict__", None))
+        return [getattr(thing, "__dict__", None)]
     return entries_of(thing)
 
 

@@ -12,7 +12,7 @@ import inspect
 import re
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from operator import itemgetter
@@ -93,7 +93,7 @@ def holdings(roots: Mapping[str, object]) -> Iterator[Holding]:
         yield Holding(holder, thing, weight * nbytes, in_graph)
 
 
-def _sample(container: Any) -> tuple[list[Any], float]:
+def _sample(container: Collection[object]) -> tuple[list[object], float]:
     """Some entries of a container, and how many each stands for."""
     entries = container.values() if isinstance(container, dict) else container
     return list(islice(entries, _SAMPLED)), max(1.0, len(container) / _SAMPLED)

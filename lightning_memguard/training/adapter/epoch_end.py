@@ -68,7 +68,7 @@ class Lists:
         return (each for each in walk(self._owners, _lists_and_owners) if type(each) in (list, deque))
 
 
-def _lists_and_owners(owner: Any) -> Iterator[object]:
+def _lists_and_owners(owner: object) -> Iterator[object]:
     """Yield the lists that a module or an object of the user's has, also in a dict, and such objects below it."""
     values = [*vars(owner).values()] if hasattr(owner, "__dict__") else []
     for value in values:

@@ -188,7 +188,7 @@ def preserve_state(thing: object) -> Iterator[None]:
                 restore()
 
 
-def _restore(thing: Any) -> Callable[[], object] | None:
+def _restore(thing: object) -> Callable[[], object] | None:
     """What sets a generator or a file back to where it is; None for other things."""
     if isinstance(thing, (torch.Generator, np.random.RandomState)):
         return functools.partial(thing.set_state, thing.get_state())  # type: ignore[arg-type]

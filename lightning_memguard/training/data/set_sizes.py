@@ -49,7 +49,7 @@ def _holds_one(configuration: object) -> bool:
     return any(_items(each).get("batch_size") == 1 for each in held)
 
 
-def _items(configuration: Any) -> Mapping[str, Any]:
+def _items(configuration: object) -> Mapping[str, Any]:
     items = configuration if isinstance(configuration, Mapping) else getattr(configuration, "__dict__", None)
     return items if isinstance(items, Mapping) else {}
 

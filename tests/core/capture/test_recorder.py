@@ -264,6 +264,14 @@ def test_an_operator_knows_its_line_of_the_models_code_forward_and_backward():
     assert {event.source for event in trace if event.phase in ("optimizer", "transfer", "setup")} == {""}
 
 
+def test_a_line_of_pythons_own_library_is_not_the_models():
+    with recording() as recorder:
+        copied = copy.deepcopy(torch.empty(4))
+    made = [event.source.rpartition("/")[2] for event in recorder.trace(1, "fake") if event.action == "alloc"]
+    assert [source.partition(":")[0] for source in made] == ["test_recorder.py"] * 2
+    assert len(copied) == 4
+
+
 def test_nested_modules_have_dotted_paths():
     """After its child has run, operators are the module's own again."""
 
@@ -350,7 +358,7 @@ def test_a_number_that_a_product_keeps_is_a_tensor_until_its_backward_pass(
 def test_the_profiler_sees_the_number_that_a_product_keeps():
     x = torch.ones(4, requires_grad=True)
     kept = []
-    assert [nbytes for _, nbytes in blocks_of(lambda: kept.append(x / 8))] == [8]
+    assert sum(nbytes for _, nbytes in blocks_of(lambda: kept.append(x / 8))) == 8 + 4 * 4, "and the result"
 
 
 def test_what_lives_when_backward_begins_is_an_activation_and_what_comes_then_is_not():
