@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import gzip
-import importlib.util
 import json
 import pickle
 import random
-import sys
 import time
 import tracemalloc
 from pathlib import Path
@@ -31,6 +29,7 @@ from lightning_memguard.core.replay.snapshot import snapshot
 from lightning_memguard.core.trace.trace import Event, Trace
 from lightning_memguard.errors import MemGuardError
 from lightning_memguard.units import MIB
+from tests.scripts import benchmark
 
 SIZES = (700, 4096, 50_000, MIB, 3 * MIB, 7 * MIB + 512, 12 * MIB, 30 * MIB + 4096)
 KINDS = {
@@ -41,17 +40,9 @@ KINDS = {
 }
 
 
-AS_RECORDED = Path(__file__).parents[3] / "benchmarks" / "shared" / "as_recorded.py"
-
-
 @pytest.fixture(scope="module")
 def replay_as_recorded() -> Any:
-    if not AS_RECORDED.exists():  # as in a source distribution
-        pytest.skip("the benchmarks are not here")
-    spec: Any = importlib.util.spec_from_file_location("as_recorded_of_test_history", AS_RECORDED)
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.replay_as_recorded
+    return benchmark("shared/as_recorded").replay_as_recorded
 
 
 def random_trace(seed: int, count: int = 400, streams: int = 2) -> Trace:

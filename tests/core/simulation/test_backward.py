@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import logging
-import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from heapq import heappop, heappush
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -36,6 +33,7 @@ from lightning_memguard.core.simulation import backward, fake_cuda
 from lightning_memguard.core.simulation.backward import graph_task, walking
 from lightning_memguard.core.trace.trace import Trace
 from lightning_memguard.training.adapter.program import LightningProgram
+from tests.scripts import benchmark
 from tests.training.quiet import quiet_trainer
 
 pytestmark = pytest.mark.exact
@@ -44,19 +42,11 @@ Scenario = Callable[[], Any]
 
 # The zoo, event by event
 
-ZOO = Path(__file__).parents[3] / "benchmarks" / "shared" / "zoo.py"
-
 
 def zoo_cases() -> list[Any]:
-    if not ZOO.exists():  # as in a source distribution
-        return [pytest.param(None, marks=pytest.mark.skip(reason="the benchmarks are not here"))]
-    spec = importlib.util.spec_from_file_location("zoo_of_test_backward", ZOO)
-    zoo = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = zoo
-    spec.loader.exec_module(zoo)
-    few = zoo.CASES[::3]
-    marks = {case.name: () if case in few else pytest.mark.long for case in zoo.CASES}
-    return [pytest.param(case, id=case.name, marks=marks[case.name]) for case in zoo.CASES]
+    cases = benchmark("shared/zoo").CASES
+    marks = {case.name: () if case in cases[::3] else pytest.mark.long for case in cases}
+    return [pytest.param(case, id=case.name, marks=marks[case.name]) for case in cases]
 
 
 def traced_case(case: Any, *, walked: bool) -> Trace:

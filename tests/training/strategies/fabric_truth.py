@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,19 +13,14 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from tests import scripts
+
 SAMPLES = 6
 
 
 def benchmark() -> Any:
     """benchmarks/sharded.py, whose models and profiler these are."""
-    path = Path(__file__).parents[3] / "benchmarks" / "sharded.py"
-    if "sharded" not in sys.modules:
-        spec = importlib.util.spec_from_file_location("sharded", path)
-        assert spec is not None
-        assert spec.loader is not None
-        sys.modules["sharded"] = module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    return sys.modules["sharded"]
+    return scripts.benchmark("sharded")
 
 
 def by_block(model: Any, mesh: Any) -> nn.Module:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import sys
 import types
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,21 +26,13 @@ from lightning_memguard.training.strategies.deepspeed import (
     without_kernels,
 )
 from lightning_memguard.training.strategies.sharded import Layout
+from tests.scripts import benchmark
 from tests.training.planning.test_on_ranks import BATCH, INSTALLED, Deep
-
-BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 
 
 @pytest.fixture(scope="module")
-def truth() -> Iterator[Any]:
-    specification = importlib.util.spec_from_file_location("deepspeed_truth", BENCHMARKS / "deepspeed_truth.py")
-    assert specification is not None
-    assert specification.loader is not None
-    module = importlib.util.module_from_spec(specification)
-    sys.modules["deepspeed_truth"] = module
-    specification.loader.exec_module(module)
-    yield module
-    del sys.modules["deepspeed_truth"]
+def truth() -> Any:
+    return benchmark("deepspeed_truth")
 
 
 # -- its own steps
