@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import asdict
-from pathlib import Path
 
 from lightning_memguard.cli import tables
 from lightning_memguard.cli.status import progress
 from lightning_memguard.core.histories.compare import compare_files
-from lightning_memguard.errors import MemGuardError
 from lightning_memguard.report.comparison import comparison_text
 
 HELP = "compare a predicted memory snapshot with a recorded one"
@@ -24,11 +22,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("predicted", metavar="PREDICTED", help="the predicted snapshot")
     parser.add_argument("actual", metavar="ACTUAL", help="the recorded snapshot")
     parser.add_argument("--lines", action="store_true", help="name lines of your code in the report")
-    parser.add_argument("-o", "--output", metavar="FILE", help="write the report to a file, to attach it to an issue")
 
 
 def run(options: argparse.Namespace) -> bool:
-    """Compare, and print or write the report."""
+    """Compare, and print the report."""
     with progress() as say:
         say("comparing the snapshots")
         found = compare_files(options.predicted, options.actual)
@@ -36,15 +33,6 @@ def run(options: argparse.Namespace) -> bool:
         found = found.without_lines()
     if options.json:
         tables.print_json(asdict(found))
-        return True
-    report = comparison_text(found)
-    if options.output:
-        target = Path(options.output)
-        try:
-            target.write_text(f"{report}\n", encoding="utf-8")
-        except OSError as error:
-            raise MemGuardError(f"-o {target}: cannot be written ({error.strerror}).") from error
-        tables.terminal().print(f"Wrote {target}.", soft_wrap=True)
     else:
-        tables.terminal().print(report, soft_wrap=True)
+        tables.terminal().print(comparison_text(found), soft_wrap=True)
     return True
