@@ -141,9 +141,15 @@ def test_pinned_blocks_are_powers_of_two_on_a_device_alone() -> None:
     assert workers.Workers(flight(), None, mid_epoch=False, leaves=False).pinned_bytes(10, 0) == 0
 
 
-@pytest.mark.parametrize(("persists", "epochs", "times"), [(False, 2, 4), (True, 2, 1), (False, 1, 1)])
+def test_what_forked_workers_keep_depends_on_when_they_begin() -> None:
+    for changes, keeps in ({}, (True, True)), ({"persists": True}, (True, False)), ({"forks": False}, (False, False)):
+        found = workers.Workers(flight(**changes), None, mid_epoch=False, leaves=False)
+        assert (found.keeps(begun=False), found.keeps(begun=True)) == keeps
+
+
+@pytest.mark.parametrize(("epochs", "times"), [(2, 4), (1, 1)])
 def test_forked_workers_keep_what_training_rewrites(
-    trainer: Any, monkeypatch: pytest.MonkeyPatch, persists: bool, epochs: int, times: int
+    trainer: Any, monkeypatch: pytest.MonkeyPatch, epochs: int, times: int
 ) -> None:
     """Weights alone, or with the gradients and both moments of Adam once a step was taken before the fork."""
     module = Validated()
@@ -153,7 +159,7 @@ def test_forked_workers_keep_what_training_rewrites(
     )
     guard = MemGuard(batch_size="largest", max_batch_size=8)
     run = trainer(guard, max_epochs=epochs, num_sanity_val_steps=0, limit_train_batches=2)
-    run.fit(module, DataLoader(pages(64), 8, num_workers=1, persistent_workers=persists))
+    run.fit(module, DataLoader(pages(64), 8, num_workers=1))
     assert guard.decision is not None
     assert guard.decision.footprint is not None
     own = sum(each.nbytes for each in module.parameters())
