@@ -561,7 +561,7 @@ def decide(footprint_at: Callable[[int], Footprint], budget: Budget, request: Re
         return decided(asked, batches, "kept", request.kept_by)
     lowest, highest, bound = _range(request, fits=fits)
     any_fits = bytes_at(lowest) <= budget.usable_bytes
-    size = largest = _largest(lowest, highest, step, bytes_at, budget.usable_bytes) if any_fits else lowest
+    size = largest = largest_within(lowest, highest, step, bytes_at, budget.usable_bytes) if any_fits else lowest
     accumulate = batches
     shrinks = size < asked and allowed and (request.kept_by or asked <= highest)
     is_cut = shrinks and footprint_at(min(largest + step, highest) if any_fits else lowest).is_cut
@@ -602,14 +602,19 @@ def _range(request: Request, *, fits: bool) -> tuple[int, int, LimitedBy]:
     return lowest, max(highest // step * step, lowest), bound
 
 
-def _largest(lowest: int, highest: int, step: int, bytes_at: Callable[[int], int], usable: int) -> int:
-    """The largest size that fits; ``lowest`` does.
+def largest_within(
+    lowest: int, highest: int, step: int, bytes_at: Callable[[int], int], usable: int, first: int = 0
+) -> int:
+    """The largest size that fits; ``lowest`` does. The search begins at ``first``, if that lies between the two ends.
 
     Peaks are close to lines, so a line through two sizes tells which to look at next, and a few are enough; every other
     time the gap is halved. The search ends at two neighbors, one that fits and one that does not.
     """
     good, bad, before, above = lowest, highest + step, lowest, 0  # ``above``: bytes at ``bad``, if they are known
     halves = False
+    if lowest < first < highest:
+        at_first = bytes_at(first)
+        good, bad, above = (lowest, first, at_first) if at_first > usable else (first, bad, above)
     while bad - good > step:
         at_good = bytes_at(good)
         slope = (above - at_good) / (bad - good) if above else (at_good - bytes_at(before)) / max(1, good - before)

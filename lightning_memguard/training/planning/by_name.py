@@ -12,7 +12,6 @@ import functools
 import importlib
 import importlib.metadata
 import json
-import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
@@ -27,7 +26,7 @@ from torch.optim import Optimizer
 
 from lightning_memguard.core.capture.capture import Captures, quiet
 from lightning_memguard.core.capture.program import FewLayers
-from lightning_memguard.core.decision.decision import Budget, Limits, check_count
+from lightning_memguard.core.decision.decision import Budget, Limits, check_count, largest_within
 from lightning_memguard.core.foreign import patched
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.core.trace.depth import DEPTHS
@@ -429,7 +428,7 @@ def largest_of(what: str, now: int, subject_with: Callable[[int], Subject], devi
         device: see `lightning_memguard.estimate`.
         limits: the budget and its margin.
 
-    Each step of the search captures a whole step; secants through two of them say which is next.
+    Each step of the search captures a whole step.
 
     Raises:
         CannotTraceError: the step cannot be predicted.
@@ -438,31 +437,17 @@ def largest_of(what: str, now: int, subject_with: Callable[[int], Subject], devi
     known: dict[int, Footprint] = {}
     budget = target_and_budget(device, limits, nn.Identity())[1]
 
-    def over(value: int) -> int:
+    def bytes_at(value: int) -> int:
         if value not in known:
             subject = subject_with(value)
             target, _ = target_and_budget(device, limits, subject.model)
             with Captures():
                 known[value] = predicted(subject, target).footprint_at(subject.batch_size)
-        return known[value].most_device_bytes - budget.usable_bytes
+        return known[value].most_device_bytes
 
     bound = _MOST_TOKENS if what == "length" else 4096
-    low, high = multiple, max(2 * multiple, now // multiple * multiple)
-    if over(low) > 0:
-        return Largest(what, 0, known[low], budget)
-    while over(high) <= 0 and high < bound:
-        low, high = high, min(bound, max(high, _secant(low, high, over(low), over(high), multiple)) + multiple)
-    if over(high) <= 0:
-        return Largest(what, high, known[high], budget, bounded=True)
-    while high - low > multiple:
-        guess = min(max(_secant(low, high, over(low), over(high), multiple), low + multiple), high - multiple)
-        low, high = (guess, high) if over(guess) <= 0 else (low, guess)
-        if over(guess) <= 0 and high - low > multiple and over(low + multiple) > 0:
-            high = low + multiple
-    return Largest(what, low, known[low], budget)
-
-
-def _secant(low: int, high: int, over_low: int, over_high: int, multiple: int) -> int:
-    """Where a line through two points crosses zero, rounded down."""
-    slope = (over_high - over_low) / (high - low)
-    return math.floor((low - over_low / slope) / multiple) * multiple if slope > 0 else 2 * high
+    if bytes_at(multiple) > budget.usable_bytes:
+        return Largest(what, 0, known[multiple], budget)
+    first = max(2 * multiple, now // multiple * multiple)
+    value = largest_within(multiple, bound, multiple, bytes_at, budget.usable_bytes, first)
+    return Largest(what, value, known[value], budget, bounded=value == bound)

@@ -11,7 +11,15 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from lightning_memguard.core.decision.decision import Budget, Decision, Limits, Request, decide, largest_that
+from lightning_memguard.core.decision.decision import (
+    Budget,
+    Decision,
+    Limits,
+    Request,
+    decide,
+    largest_that,
+    largest_within,
+)
 from lightning_memguard.core.replay.epoch import Epoch, EpochRun
 from lightning_memguard.core.replay.footprint import Footprint, Peak
 from lightning_memguard.core.trace.trace import OPTIONAL_PARTS, PARTS
@@ -358,6 +366,14 @@ def test_a_size_taken_for_the_effective_size_is_not_called_the_largest_that_fits
 @pytest.mark.parametrize("limit", [1, 2, 3, 7, 8, 63, 64, 99, 100, 1000])
 def test_it_finds_the_largest_number_that_holds(limit):
     assert largest_that(lambda number: number <= limit, 1, 100) == min(limit, 100)
+
+
+@pytest.mark.parametrize("first", [0, 8, 48, 56, 96, 104])
+def test_a_search_by_bytes_ends_at_the_same_size_wherever_it_begins(first: int) -> None:
+    tried = list[int]()
+    found = largest_within(8, 96, 8, lambda size: tried.append(size) or size * size, 2500, first)
+    assert found == 48
+    assert all(size % 8 == 0 and 8 <= size <= 96 for size in tried)
 
 
 def test_it_tries_the_largest_first_and_few_others():
