@@ -97,36 +97,27 @@ def test_four_branches_layer_by_layer():
     assert table["block1.five"].depth == 2
 
 
-def networks():
-    """Networks, each with the shape of its input."""
-    return {
-        "four branches": (FourBranches(), (1, 1, 28, 28)),
-        "conv1d": (
-            nn.Sequential(
-                nn.Conv1d(4, 6, 5, stride=2, groups=2), nn.BatchNorm1d(6), nn.ReLU(), nn.Flatten(), nn.Linear(48, 7)
-            ),
-            (1, 4, 20),
+NETWORKS = {
+    "four branches": (FourBranches(), (1, 1, 28, 28)),
+    "conv1d": (
+        nn.Sequential(
+            nn.Conv1d(4, 6, 5, stride=2, groups=2), nn.BatchNorm1d(6), nn.ReLU(), nn.Flatten(), nn.Linear(48, 7)
         ),
-        "conv2d": (
-            nn.Sequential(
-                nn.Conv2d(3, 8, 3, padding=1, bias=False),
-                nn.BatchNorm2d(8),
-                nn.ReLU(),
-                nn.MaxPool2d(2),
-                nn.Conv2d(8, 16, 3, groups=4),
-                nn.AdaptiveAvgPool2d(1),
-                nn.Flatten(),
-                nn.Linear(16, 10),
-            ),
-            (1, 3, 16, 16),
+        (1, 4, 20),
+    ),
+    "conv2d": (
+        nn.Sequential(
+            *(nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2)),
+            *(nn.Conv2d(8, 16, 3, groups=4), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10)),
         ),
-        "conv3d": (
-            nn.Sequential(nn.Conv3d(2, 4, 3), nn.AvgPool3d(2), nn.Flatten(), nn.Linear(108, 3, bias=False)),
-            (1, 2, 8, 8, 8),
-        ),
-        "transposed": (nn.Sequential(nn.ConvTranspose2d(3, 5, 3, stride=2)), (1, 3, 8, 8)),
-        "attention": (nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, dropout=0.0), (1, 6, 16)),
-    }
+        (1, 3, 16, 16),
+    ),
+    "conv3d": (
+        nn.Sequential(nn.Conv3d(2, 4, 3), nn.AvgPool3d(2), nn.Flatten(), nn.Linear(108, 3, bias=False)),
+        (1, 2, 8, 8, 8),
+    ),
+    "transposed": (nn.Sequential(nn.ConvTranspose2d(3, 5, 3, stride=2)), (1, 3, 8, 8)),
+}
 
 
 # -- what autograd keeps: the same step with real tensors
@@ -162,9 +153,9 @@ def really_kept(model, batch):
     ("model", "batch"),
     [
         pytest.param(FourBranches(), torch.zeros(3, 1, 28, 28), id="four branches"),
-        pytest.param(networks()["conv1d"][0], torch.zeros(3, 4, 20), id="conv1d"),
-        pytest.param(networks()["conv2d"][0], torch.zeros(3, 3, 16, 16), id="conv2d"),
-        pytest.param(networks()["conv3d"][0], torch.zeros(3, 2, 8, 8, 8), id="conv3d"),
+        pytest.param(NETWORKS["conv1d"][0], torch.zeros(3, 4, 20), id="conv1d"),
+        pytest.param(NETWORKS["conv2d"][0], torch.zeros(3, 3, 16, 16), id="conv2d"),
+        pytest.param(NETWORKS["conv3d"][0], torch.zeros(3, 2, 8, 8, 8), id="conv3d"),
         pytest.param(Tokens(), torch.zeros(3, 7, dtype=torch.long), id="tokens"),
         pytest.param(Tokens().eval(), torch.zeros(3, 7, dtype=torch.long), id="evaluation"),
         pytest.param(nn.Sequential(nn.Linear(4, 8), nn.ReLU(inplace=True), nn.Linear(8, 8)), torch.zeros(3, 4)),
@@ -247,9 +238,8 @@ def test_a_gpu_keeps_other_tensors_than_the_cpu():
 # -- what is computed
 
 
-@pytest.mark.parametrize("name", ["four branches", "conv1d", "conv2d", "conv3d", "transposed"])
-def test_flops_are_torchs(name):
-    model, shape = networks()[name]
+@pytest.mark.parametrize(("model", "shape"), NETWORKS.values(), ids=NETWORKS)
+def test_flops_are_torchs(model, shape):
     with FlopCounterMode(display=False) as counter:
         model(torch.zeros(4, *shape[1:]))
     assert layer_table(model, torch.zeros(shape), batch_size=4).flops == counter.get_total_flops() > 0

@@ -27,8 +27,7 @@ from lightning_memguard import MemGuard
 from lightning_memguard.core.isolation import pool
 from lightning_memguard.core.range import NOTHING
 from lightning_memguard.training.data import loaders
-from lightning_memguard.training.run import choose
-from lightning_memguard.training.run import profile as profiles
+from lightning_memguard.training.run import choose, reading
 from lightning_memguard.units import KIB
 from tests.training.quiet import quiet_trainer
 
@@ -293,6 +292,6 @@ def write(rank: int, folder: Path, runs: dict[str, Callable[[], Seen]]) -> None:
     for home in (loaders, choose):
         home.spoiled_by = lambda *_: None  # type: ignore[attr-defined]  # limits only end these fits early
     pool.processors = lambda: 1  # each rank captures in one child at a time: together they have two
-    profiles.process_bytes = lambda *_: NOTHING  # type: ignore[assignment]  # it would be most of the budget
+    reading.process_bytes = lambda *_: NOTHING  # type: ignore[assignment]  # it would be most of the budget
     seen = {name: run() for name, run in runs.items()}
     (folder / f"rank{rank}.json").write_text(json.dumps(seen))
