@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from lightning_memguard.core.kernels import attention, table
 from lightning_memguard.core.kernels.arguments import Call
 from lightning_memguard.core.range import Range
 from lightning_memguard.core.simulation.faking import by_name
 from lightning_memguard.core.trace.scratch import NONE, CpuTarget, CudaTarget, Scratch
+from tests.profiled import blocks_of
 
 V100, A100, RTX4090, H100, RTX5090 = (
     CudaTarget((7, 0), 80),
@@ -188,10 +188,7 @@ def test_the_softmax_of_plain_products_looks_for_rows_that_are_masked_out() -> N
 def test_the_softmax_takes_on_the_cpu_what_the_profiler_says(shape, dtype, is_turned) -> None:
     x = torch.randn(shape).to(dtype)
     x = x.mT.contiguous().mT if is_turned else x
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        torch.ops.aten._safe_softmax(x, -1)
-    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-    sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    sizes = [nbytes for _, nbytes in blocks_of(lambda: torch.ops.aten._safe_softmax(x, -1))]
     peaks = list(accumulate(sizes))
     moments = scratch("safe_softmax", x, -1, kernel_target=CpuTarget(threads=1)).after
     assert sizes[0] == x.nbytes, "the result"

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from lightning_memguard.core.capture.kernel_scratch import this_cpu
 from lightning_memguard.core.kernels import cpu_factorizations as lapack
@@ -22,6 +21,7 @@ from lightning_memguard.core.range import Range
 from lightning_memguard.core.simulation.faking import by_name
 from lightning_memguard.core.trace.scratch import CpuTarget
 from lightning_memguard.core.trace.trace import moments_of
+from tests.profiled import blocks_of
 
 pytestmark = pytest.mark.exact
 
@@ -41,13 +41,9 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 def assert_exact(operator: Any, *args: Any, **keywords: Any) -> None:
     """The rule says what the profiler sees: the most alive at once, but for a few numbers."""
     gc.collect()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        out = operator(*args, **keywords)
-    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]  # type: ignore[union-attr]
-    alive, peak = 0, 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        alive += event.nbytes()
-        peak = max(peak, alive)
+    ran: list[Any] = []
+    sizes = [nbytes for _, nbytes in blocks_of(lambda: ran.append(operator(*args, **keywords)))]
+    alive, peak, out = sum(sizes), max(itertools.accumulate(sizes), default=0), ran[0]
     results = [each for each in (out if isinstance(out, (list, tuple)) else [out]) if each is not None]
     given = {each.untyped_storage()._cdata for each in args if isinstance(each, torch.Tensor)}
     target = this_cpu(torch.get_num_threads())

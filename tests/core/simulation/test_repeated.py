@@ -123,8 +123,3 @@ def test_fake_tensors_of_two_modes_do_not_mix():
         mode = Repeating()
         with mode:
             assert (torch.empty(5) + 1).fake_mode is mode
-
-
-def test_canary_a_dispatch_mode_may_do_without_dynamos_wrapper():
-    assert callable(FakeTensorMode._should_skip_dynamo)
-    assert not RepeatingFakeMode._should_skip_dynamo()
