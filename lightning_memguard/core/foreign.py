@@ -264,7 +264,7 @@ def missing_in(error: BaseException) -> str:
         home = str(getattr(owner, "__module__", None) or getattr(owner, "__name__", "")).partition(".")[0]
         for need, path in _rows():
             named = any(name.startswith("_") and name in words for name in path.split("."))
-            is_theirs = home in LIBRARIES | {"torchmetrics"}
+            is_theirs = home in LIBRARIES | {"torchmetrics"}  # of whose objects Lightning's private names are read
             missing = isinstance(find(path), Absent) if named and path.startswith("torch.") else is_theirs
             if named and missing:
                 return need.lacks(path)

@@ -141,7 +141,7 @@ def children_of(tree: object) -> dict[Any, Any] | None:
         names = [item.name for item in dataclasses.fields(tree)]
         return {name: getattr(tree, name) for name in names if hasattr(tree, name)}
     attributes = _attributes(tree)
-    if any(_holds_tensor(value, 4) for value in attributes.values()):
+    if any(_holds_tensor(value, 4) for value in attributes.values()):  # deeper ones are not the batch's: a dataset's
         return attributes  # a mapping's too: torch_geometric's storage has attributes apart from what it maps
     return dict(tree) if isinstance(tree, Mapping) else None
 

@@ -35,7 +35,7 @@ from lightning_memguard.errors import CannotTraceError
 
 T = TypeVar("T")
 
-_MAX_DEPTH = 6
+_MAX_DEPTH = 6  # of what is copied: what lies deeper is shared
 _MAX_SEARCHED = 100  # entries of a container that are looked into
 _MAX_COPIED = 100_000  # entries of a container, or bytes in shared memory, that are copied
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import importlib
 import random
 from pathlib import Path
 from typing import Any
@@ -12,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
 
 from lightning_memguard import MemGuardError
 from lightning_memguard.training.hf.callback import MemGuardCallback
+from tests.profiled import measured_peak
 
 transformers = pytest.importorskip("transformers", reason="of the extra hf, which is not installed")
 accelerate = pytest.importorskip("accelerate", reason="of the extra hf, which is not installed")
@@ -28,11 +27,6 @@ SIZES = {
     "num_attention_heads": 2,
     "use_cache": False,
 }
-
-
-@pytest.fixture(autouse=True)
-def _benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(Path(__file__).parents[3] / "benchmarks")
 
 
 def model_of() -> Any:
@@ -87,15 +81,12 @@ def test_the_prediction_is_what_the_profiler_counts(settings: dict[str, Any], tm
     """Within 2 percent: the Trainer's own small tensors, and its dataset's batches."""
     if settings.get("optim") == "adamw_bnb_8bit":  # its embeddings keep states of 32 bits
         pytest.importorskip("bitsandbytes", reason="of the extra hf, which is not installed")
-    truth = importlib.import_module("shared.truth")
     guard = MemGuardCallback()
     trainer_of(tmp_path, [guard], **settings).train()
     trainer = trainer_of(tmp_path, [], **settings)
     held = sum(each.nbytes for each in trainer.model.state_dict().values())
     gc.collect()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        trainer.train()
-    measured = held + truth.peak_of(truth.memory_events(profiler))[1]
+    measured = held + measured_peak(trainer.train)
     found = guard.decision.footprint
     assert found.method == "fake"
     assert abs(found.peak_allocated_bytes / measured - 1) < 0.02

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import importlib
 import random
 import re
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch
@@ -18,7 +16,6 @@ import pytorch_lightning
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 from lightning_memguard import CannotTraceError, MemGuardError, estimate
@@ -29,6 +26,7 @@ from lightning_memguard.core.trace.trace import PARTS
 from lightning_memguard.training.planning.subject import subject_of
 from lightning_memguard.training.planning.target import target_of
 from lightning_memguard.units import GIB, MIB
+from tests.profiled import measured_peak
 
 LIGHTNINGS = (lightning.pytorch, pytorch_lightning)
 BATCH = torch.ones(16, 4)
@@ -113,10 +111,8 @@ class InPlace(torch.optim.Adam):
 
 @pytest.mark.parametrize("kind", [torch.optim.Adam, InPlace])
 @pytest.mark.parametrize("trained", [1, 2], ids=["of one layer", "of both layers"])
-def test_gradients_are_cleared_by_the_optimizer_as_the_profiler_sees_it(kind, trained, monkeypatch):
+def test_gradients_are_cleared_by_the_optimizer_as_the_profiler_sees_it(kind, trained):
     """Those of parameters that it does not have stay."""
-    monkeypatch.syspath_prepend(Path(__file__).parents[3] / "benchmarks")
-    truth = importlib.import_module("shared.truth")
     batch = torch.ones(512, 128)
 
     def model() -> nn.Module:
@@ -125,7 +121,7 @@ def test_gradients_are_cleared_by_the_optimizer_as_the_profiler_sees_it(kind, tr
     def optimizer(parameters: Any) -> torch.optim.Optimizer:
         return kind([*parameters][-2 * trained :])
 
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    def train() -> None:
         real = model()
         real_optimizer = optimizer(real.parameters())
         for _ in range(3):
@@ -133,9 +129,9 @@ def test_gradients_are_cleared_by_the_optimizer_as_the_profiler_sees_it(kind, tr
             given = batch.clone()
             sum_of_outputs(real, given).backward()
             real_optimizer.step()
-    _, measured = truth.peak_of(truth.memory_events(profiler))
+
     found = estimate(model(), batch, step=sum_of_outputs, optimizer=optimizer, device="cpu")
-    assert abs(found.peak_allocated_bytes - measured) <= 64
+    assert abs(found.peak_allocated_bytes - measured_peak(train)) <= 64
 
 
 def test_on_the_cpu_the_device_holds_the_tensors_and_at_most_what_a_process_takes_besides():
@@ -655,10 +651,8 @@ def test_what_is_not_there_is_not_touched():
 
 
 @pytest.mark.parametrize("keeps", [False, True])
-def test_what_the_loop_keeps_is_counted_as_the_profiler_sees_it(keeps, monkeypatch):
+def test_what_the_loop_keeps_is_counted_as_the_profiler_sees_it(keeps):
     """Logits of 4 x 128 x 2,000, that a loop's variable holds until the next forward pass has returned."""
-    monkeypatch.syspath_prepend(Path(__file__).parents[3] / "benchmarks")
-    truth = importlib.import_module("shared.truth")
     batch = torch.ones(4, 128, 16)
 
     def loss_of(logits: torch.Tensor) -> torch.Tensor:
@@ -668,7 +662,7 @@ def test_what_the_loop_keeps_is_counted_as_the_profiler_sees_it(keeps, monkeypat
         logits = model(given)
         return (loss_of(logits), logits) if keeps else loss_of(logits)
 
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    def train() -> None:
         real = nn.Linear(16, 2000)
         optimizer, logits = torch.optim.SGD(real.parameters()), None
         for _ in range(3):
@@ -680,9 +674,9 @@ def test_what_the_loop_keeps_is_counted_as_the_profiler_sees_it(keeps, monkeypat
                 loss = step(real, batch)
             loss.backward()
             optimizer.step()
-    _, measured = truth.peak_of(truth.memory_events(profiler))
+
     found = estimate(nn.Linear(16, 2000), batch, step=step, optimizer=torch.optim.SGD, device="cpu")
-    assert abs(found.peak_allocated_bytes - found.parts["batch"] - measured) <= 64
+    assert abs(found.peak_allocated_bytes - found.parts["batch"] - measured_peak(train)) <= 64
 
 
 @pytest.mark.parametrize(("dtype", "said"), [(torch.bfloat16, "in bfloat16"), (torch.float32, "at 32-true")])

@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import pytorch_lightning as pl
 import torch
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
 from typing_extensions import Self
 
 from lightning_memguard import estimate
 from lightning_memguard.core.capture.storages import plain_tensors
 from lightning_memguard.core.simulation import quantized
+from tests.profiled import measured_peak
 
-BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 WIDTH, BATCH = 128, 16
 Make = Callable[[int, int], nn.Module]
-
-
-@pytest.fixture(autouse=True)
-def _benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(BENCHMARKS)
 
 
 def library(name: str) -> Any:
@@ -79,14 +71,15 @@ def measured(model: nn.Module, make: Any = adamw) -> int:
         for tensor in plain_tensors([*model.parameters(), *quantized.held_by(model)])
     }
     optimizer = make(model.parameters())
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+
+    def train() -> None:
         for _ in range(3):
             optimizer.zero_grad()
             given = batch.clone()
             loss_of(model, given).backward()
             optimizer.step()
-    truth = importlib.import_module("shared.truth")
-    return sum(held.values()) + truth.peak_of(truth.memory_events(profiler))[1]
+
+    return sum(held.values()) + measured_peak(train)
 
 
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])
