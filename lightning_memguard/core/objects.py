@@ -23,7 +23,8 @@ from lightning_memguard.core.foreign import LIBRARIES
 
 T = TypeVar("T")
 
-AROUND = LIBRARIES | {"rich"} | (sys.stdlib_module_names - {"__main__"})
+_PYTHONS = sys.stdlib_module_names - {"__main__"}
+AROUND = LIBRARIES | {"rich"} | _PYTHONS
 """Packages around the user's code: Python's, torch's, Lightning's and ours. Their objects lead everywhere."""
 COMPUTE = AROUND | {"torchmetrics", "numpy", "sklearn"}
 """And those whose objects may be the user's, as a metric is, but whose code is known to compute and to count only."""
@@ -68,6 +69,18 @@ def is_users(thing: object) -> bool:
 @functools.cache
 def _is_users(kind: type) -> bool:
     return bool(users_classes(kind)) and not issubclass(kind, (type, Tensor))
+
+
+def is_users_line(frame: FrameType) -> bool:
+    """Whether a frame runs the user's code, even from a file that is named as one of Python's, such as ``code.py``."""
+    return _is_users_line(module_of(frame), frame.f_code.co_filename)
+
+
+@functools.cache
+def _is_users_line(module: str, file: str) -> bool:
+    package = module.partition(".")[0]
+    is_pythons = is_installed(file) or file.startswith("<")  # a frozen one
+    return package not in AROUND or (package in _PYTHONS and not is_pythons)
 
 
 def function_of(member: object) -> Any:

@@ -44,6 +44,20 @@ def test_files_of_python_and_of_packages_are_installed() -> None:
     assert not objects.is_installed(__file__)
 
 
+@pytest.mark.parametrize(
+    ("module", "file", "is_users"),
+    [
+        ("nets.model", "/home/me/nets/model.py", True),
+        ("code.model", "/home/me/code/model.py", True),
+        ("copy", copy.__file__, False),
+        ("importlib._bootstrap", "<frozen importlib._bootstrap>", False),
+        ("torch.nn", "/home/me/pytorch/torch/nn/__init__.py", False),
+    ],
+)
+def test_a_line_is_the_users_even_in_a_file_named_as_one_of_pythons(module: str, file: str, is_users: bool) -> None:
+    assert objects._is_users_line(module, file) == is_users
+
+
 def test_a_walk_comes_to_each_object_once_nearest_first_and_goes_on_after_an_error() -> None:
     class Raises:
         __dict__ = property(lambda self: 1 / 0)  # type: ignore[assignment]

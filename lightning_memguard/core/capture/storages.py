@@ -23,7 +23,7 @@ from lightning_memguard.core import torch_port as port
 from lightning_memguard.core.batch.nesting import batch_bytes, shapes_of, tensors_in
 from lightning_memguard.core.foreign import patched
 from lightning_memguard.core.kernels.arguments import operands
-from lightning_memguard.core.objects import AROUND, is_installed, module_of, package_of
+from lightning_memguard.core.objects import is_installed, is_users_line, module_of
 from lightning_memguard.core.simulation import streams
 from lightning_memguard.core.torch_port import DisableTorchFunction, FakeTensor, no_dispatch
 from lightning_memguard.core.trace.trace import WAITS, Action, Event, Shapes
@@ -302,16 +302,11 @@ _END_OF_THE_STEP = "lightning_memguard.core.capture.capture"  # callers of it ar
 
 
 def _line_of_the_model(frame: FrameType | None) -> str:
-    while frame is not None and (name := frame.f_globals.get("__name__", "")) != _END_OF_THE_STEP:
-        if _is_of_the_model(str(name)):
+    while frame is not None and frame.f_globals.get("__name__", "") != _END_OF_THE_STEP:
+        if is_users_line(frame):
             return sys.intern(f"{frame.f_code.co_filename}:{frame.f_lineno}:{frame.f_code.co_name}")
         frame = frame.f_back
     return ""
-
-
-@functools.cache
-def _is_of_the_model(name: str) -> bool:
-    return name.partition(".")[0] not in AROUND
 
 
 def line_that_checks() -> str:
@@ -319,7 +314,7 @@ def line_that_checks() -> str:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and module_of(frame).startswith(_MACHINERY):
         frame = frame.f_back
-    own = frame is not None and package_of(frame) not in AROUND and not is_installed(frame.f_code.co_filename)
+    own = frame is not None and is_users_line(frame) and not is_installed(frame.f_code.co_filename)
     return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame and own else ""
 
 
@@ -330,7 +325,7 @@ _MACHINERY = ("lightning_memguard.", "torch._ops", "torch._subclasses", "torch._
 def line_behind(error: BaseException) -> str:
     """The innermost line of the model's own code in an error's traceback, as ``file:line``; empty if there is none."""
     for frame, lineno in reversed(list(traceback.walk_tb(error.__traceback__))):
-        if package_of(frame) not in AROUND:
+        if is_users_line(frame):
             return f"{frame.f_code.co_filename}:{lineno}"
     return ""
 
