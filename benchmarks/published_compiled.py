@@ -26,6 +26,7 @@ is `activation_memory_budget`: 0.8, 0.9 and 0.95 gave the same figure.
 """
 
 import argparse
+import importlib
 import os
 import statistics
 import time
@@ -111,15 +112,20 @@ class Block(nn.Module):
 
 
 class OfLitGpt(Block):
-    """One projection, with each head's query, key and value."""
+    """One projection, with each group's queries, key and value."""
 
     def widths(self) -> list[int]:
-        return [3 * self.shape.width]
+        return [(self.shape.heads + 2 * self.shape.groups) * self.shape.of_head]
 
     def attend(self, x: Tensor, *around: Any) -> Tensor:
         (packed,), (cosines, sines) = (each(x) for each in self.projections), around[0]
-        parts = [each.reshape(x.shape) for each in packed.unflatten(-1, (-1, 3, self.shape.of_head)).unbind(-2)]
-        query, key, value = (each.unflatten(-1, (-1, self.shape.of_head)).transpose(1, 2) for each in parts)
+        groups, of_head = self.shape.groups, self.shape.of_head
+        repeats = self.shape.heads // groups
+        packed = packed.unflatten(-1, (groups, repeats + 2, of_head)).permute(0, 2, 3, 1, 4)
+        query, key, value = packed.split((repeats, 1, 1), 2)
+        if repeats > 1:
+            key, value = key.expand_as(query), value.expand_as(query)
+        query, key, value = (each.reshape(len(x), -1, *each.shape[-2:]) for each in (query, key, value))
         query, key = (turned(each, cosines, sines).type_as(x) for each in (query, key))
         return F.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2)
 
@@ -214,6 +220,19 @@ def thunder(*, compiled: bool) -> Footprint:
     return estimate(model, tokens, step=step, optimizer=sgd, device="A100-SXM4-40GB")
 
 
+def litgpt(shape: Shape, *, compiled: bool, texts: int, **ranks: Any) -> Footprint:
+    model = Decoder(shape, OfLitGpt, (2, shape.tokens, shape.of_head), upcast=True, tied=False)
+    model.turns = model.turns.bfloat16()
+
+    def step(model: Any, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        logits = model(tokens).flatten(0, 1)
+        return F.cross_entropy(logits, tokens.flatten(), ignore_index=-1), logits
+
+    tokens, optimizer = torch.zeros(texts, shape.tokens, dtype=torch.long), partial(torch.optim.AdamW, fused=True)
+    model = torch.compile(model) if compiled else model
+    return estimate(model, tokens, step=step, optimizer=optimizer, device="H100", **ranks)
+
+
 def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=6e-4, weight_decay=0.1, foreach=False)
 
@@ -254,26 +273,76 @@ def torchtune(*, compiled: bool, chunks: int = 1, checkpointed: bool = False) ->
 class Checkpointed(nn.Module):
     """A block with its checkpoint, as torchtitan compiles it: the graph has both."""
 
-    def __init__(self, block: nn.Module, context: Any) -> None:
+    def __init__(self, block: nn.Module, **how: Any) -> None:
         super().__init__()
-        self.block, self.context = block, context
+        self.block, self.how = block, how
 
     def forward(self, x: Tensor, angles: Tensor) -> Tensor:
-        how = {"use_reentrant": False, "preserve_rng_state": False}
-        return checkpoint(self.block, x, angles, context_fn=self.context, **how)
+        return checkpoint(self.block, x, angles, use_reentrant=False, preserve_rng_state=False, **self.how)
 
 
-def torchtitan(*, compiled: bool, nodes: int) -> Footprint:
+def selective(*also: Any) -> Callable[[nn.Module, int], nn.Module]:
+    """Keep every other matrix product and what else is named."""
+    return lambda block, _: Checkpointed(block, context_fn=partial(EXAMPLE.every_other_product, also))
+
+
+LARGEST, SIZES = torch.ops.aten.max.default, torch.ops.aten.abs.default
+CHECKPOINTS: dict[str, Callable[[nn.Module, int], nn.Module]] = {
+    "none": lambda block, _: block,
+    "full": lambda block, _: Checkpointed(block),
+    "second": lambda block, place: Checkpointed(block) if place % 2 else block,
+    "selective": selective(LARGEST),
+    "selective_2024": selective(LARGEST, SIZES),
+}
+
+
+def torchtitan(
+    *,
+    compiled: bool,
+    nodes: int = 1,
+    texts: int = 2,
+    tokens: int = 8192,
+    checkpoints: str = "selective",
+    float8: str = "",
+    compiles_loss: bool = False,
+    norms_of_2024: bool = True,
+) -> Footprint:
     class Titan(EXAMPLE.Llama):
         def _parallelize(self, data: Any, tensor: Any) -> None:
-            wrapped = [Checkpointed(block, EXAMPLE.every_other_product) for block in self.blocks]
+            if norms_of_2024:
+                for name, norm in [(name, each) for name, each in self.named_modules() if isinstance(each, nn.RMSNorm)]:
+                    self.set_submodule(name, Norm(*norm.normalized_shape, upcast=True))
+            if float8:
+                convert_to_float8(self, float8)
+            wrapped = [CHECKPOINTS[checkpoints](block, place) for place, block in enumerate(self.blocks)]
             self.blocks = nn.ModuleList(torch.compile(each, fullgraph=True) if compiled else each for each in wrapped)
             super()._parallelize(data, tensor)
 
+        def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+            super().optimizer_step(*args, **kwargs)
+            if float8 == "gathered":
+                importlib.import_module("torchao.float8").precompute_float8_dynamic_scale_for_fsdp(self)
+
+        def training_step(self, tokens: Tensor, batch_idx: int) -> Tensor:
+            return loss_of(self(tokens), tokens)
+
+    loss_of = torch.compile(mean_of_losses) if compiled and compiles_loss else mean_of_losses
     with torch.device("meta"):
-        model, tokens = Titan("8B", checkpointing="none"), torch.empty(2, 8192, dtype=torch.int64)
+        model, batch = Titan("8B", tokens=tokens), torch.empty(texts, tokens, dtype=torch.int64)
     ranks = {"strategy": ModelParallelStrategy(8 * nodes, 1), "devices": 8, "num_nodes": nodes}
-    return estimate(model, tokens, device="H200", **ranks)
+    return estimate(model, batch, device="H200", **ranks)
+
+
+def convert_to_float8(model: nn.Module, recipe: str) -> None:
+    """Let torchao compute all products but the last one in float8; "gathered": of weights that come in float8 too."""
+    ao = importlib.import_module("torchao.float8")
+    gathered = ao.Float8LinearConfig(enable_fsdp_float8_all_gather=True)
+    config = gathered if recipe == "gathered" else ao.Float8LinearConfig.from_recipe_name(recipe)
+    ao.convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: name != "head")
+
+
+def mean_of_losses(logits: Tensor, tokens: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
 
 
 class GivenGradient(torch.autograd.Function):

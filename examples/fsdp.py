@@ -219,12 +219,16 @@ class Texts(Dataset[Tensor]):
         return torch.randint(self.vocabulary, (self.tokens,), generator=torch.Generator().manual_seed(index))
 
 
-def every_other_product() -> Any:
-    """Selective checkpointing: keep the results of attention and of every other matrix product of a block."""
+def every_other_product(also: Sequence[Any] = ()) -> Any:
+    """Selective checkpointing: keep the results of attention and of every other matrix product of a block.
+
+    Args:
+        also: other operators whose results are kept.
+    """
     products: dict[bool, int] = defaultdict(int)
 
     def choose(context: Any, operator: Any, *_: object, **__: object) -> CheckpointPolicy:
-        keeps = operator in _KEPT
+        keeps = operator in _KEPT or operator in also
         if operator is torch.ops.aten.mm.default:
             products[context.is_recompute] += 1
             keeps = products[context.is_recompute] % 2 == 1

@@ -385,6 +385,8 @@ class Recorder(Storages, TorchDispatchMode):
 
     def _fake_result(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         """The result of an operator whose fake kernel in torch is less exact than ours, else None."""
+        if func in faking.FILLS_OUT and isinstance(kwargs["out"], FakeTensor):
+            return kwargs["out"]
         out = faking.laid_out(func, args, kwargs)
         if out is not None:
             return out

@@ -10,7 +10,7 @@ import functools
 import sys
 import traceback
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any
@@ -25,7 +25,12 @@ from lightning_memguard.core.foreign import patched
 from lightning_memguard.core.kernels.arguments import operands
 from lightning_memguard.core.objects import is_installed, is_users_line, module_of
 from lightning_memguard.core.simulation import streams
-from lightning_memguard.core.torch_port import DisableTorchFunction, FakeTensor, no_dispatch
+from lightning_memguard.core.torch_port import (
+    DataDependentOutputException,
+    DisableTorchFunction,
+    FakeTensor,
+    no_dispatch,
+)
 from lightning_memguard.core.trace.trace import WAITS, Action, Event, Shapes
 from lightning_memguard.errors import CannotTraceError
 
@@ -291,11 +296,18 @@ class _Keeper:
 def plain_tensors(out: object, *, inside: bool = True) -> Iterator[Tensor]:
     """The tensors among an operator's results; ``inside``: those that wrappers hold, such as DTensor."""
     for tensor in operands(out):
-        names = getattr(tensor, "__tensor_flatten__", None)  # of a jagged tensor's values and offsets, a DTensor's part
-        if names is None or not inside:
-            yield tensor
+        if inside and hasattr(tensor, "__tensor_flatten__"):
+            yield from plain_tensors([getattr(tensor, name) for name in _held_by(tensor)])
         else:
-            yield from plain_tensors([getattr(tensor, name) for name in names()[0]])
+            yield tensor
+
+
+def _held_by(tensor: Any) -> Sequence[str]:
+    """The attributes with the tensors of a wrapper, such as a jagged tensor's values and offsets."""
+    try:
+        return tensor.__tensor_flatten__()[0]  # type: ignore[no-any-return]
+    except DataDependentOutputException:  # torchao asks whether a scale is 0 (checked on 0.18)
+        return [name for name, value in vars(tensor).items() if isinstance(value, Tensor)]
 
 
 _END_OF_THE_STEP = "lightning_memguard.core.capture.capture"  # callers of it are not the model

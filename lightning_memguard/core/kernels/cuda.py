@@ -26,9 +26,9 @@ RULES = Rules[CudaTarget]()
 # -- matrix products and distances: copies of what cuBLAS cannot read as it is
 
 
-@RULES.of("mm", "addmm", "_addmm_activation")
+@RULES.of("mm", "addmm", "_addmm_activation", "_scaled_mm", "_scaled_mm_v2")
 def _mm(call: CudaCall) -> Scratch:
-    """`addmm_out_cuda_impl` (Blas.cpp)."""
+    """`addmm_out_cuda_impl` (Blas.cpp), `_scaled_gemm` (ScaledBlas.cpp)."""
     left = call["mat1" if "mat1" in call.arguments else "self"]
     return after((_matrix(left), _matrix(call["mat2"])))
 

@@ -49,8 +49,11 @@ def rule(operator: str, target: CpuTarget | CudaTarget | None) -> Rule[Any] | No
 
 def takes_cublas(operator: str) -> bool:
     """Whether an operator needs a cuBLAS handle, and with it a workspace."""
-    products = ("mm", "addmm", "bmm", "baddbmm", "_addmm_activation")
+    products = ("mm", "addmm", "bmm", "baddbmm", "_addmm_activation", *_SCALED)
     return operator.startswith("aten.") and operator.split(".")[1] in products
+
+
+_SCALED = ("_scaled_mm", "_scaled_mm_v2")
 
 
 def keeps_workspaces() -> bool:
@@ -78,7 +81,13 @@ def cublas_lt(environ: Mapping[str, str]) -> CublasLt:
 
 
 def takes_cublas_lt(operator: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a product goes to cublasLt, which adds its bias (`addmm_out_cuda_impl` in Blas.cpp)."""
+    """Whether a product goes to cublasLt, which adds its bias (`addmm_out_cuda_impl` in Blas.cpp) or scales float8.
+
+    Float8 with a scale for each row is taken for cublasLt's too (`_scaled_mm_out_cuda` in ScaledBlas.cpp), but it is
+    CUTLASS' except on compute capability 9 with CUDA 12.9 or newer.
+    """
+    if operator.split(".")[1] in _SCALED:
+        return True
     if not operator.startswith(("aten.addmm.", "aten._addmm_activation.")):
         return False
     bias, _, second = args[:3]

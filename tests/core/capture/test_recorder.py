@@ -27,6 +27,7 @@ from lightning_memguard.core.capture.recorder import (
     states_of,
     watching,
 )
+from lightning_memguard.core.capture.storages import plain_tensors
 from lightning_memguard.core.replay.replay import replay
 from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.core.simulation import fake_cuda, sdpa
@@ -633,3 +634,25 @@ def test_wrappers_are_left_out_of_the_paths_of_modules() -> None:
         inner(torch.ones(2, 4))
     products = [event for event in recorder.trace(2, "real") if event.operator == "aten.addmm.default"]
     assert [event.module for event in products if event.action == "alloc"] == ["net.0"]
+
+
+class InFloat8(torch.Tensor):
+    """A wrapper that asks for its scale's value to name its tensors, as torchao's weights do."""
+
+    def __new__(cls, data: torch.Tensor, scale: torch.Tensor) -> Any:
+        self = torch.Tensor._make_wrapper_subclass(cls, data.shape, dtype=data.dtype)
+        self.values, self.scale = data, scale
+        return self
+
+    @classmethod
+    def __torch_dispatch__(cls, *_: object) -> Any:
+        return NotImplemented
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return (["values", "scale"] if self.scale else ["values"]), None
+
+
+def test_the_tensors_of_a_wrapper_are_known_without_a_value() -> None:
+    with FakeTensorMode():
+        wrapper = InFloat8(torch.ones(4), torch.ones(()))
+        assert list(map(id, plain_tensors(wrapper))) == [id(wrapper.values), id(wrapper.scale)]

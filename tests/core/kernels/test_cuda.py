@@ -508,6 +508,9 @@ def test_matrices_that_cublas_reads_as_they_are_take_nothing():
 def test_expanded_matrices_are_copied():
     assert blocks(rule("mm", (tensor().expand(8, 16), tensor(16, 4)), tensor(8, 4))) == [512]
     assert blocks(rule("addmm", (tensor(4), tensor(8, 16), tensor(32, 8)[::2, ::2]), tensor(8, 4))) == [256]
+    skipping = tensor(32, 2048, dtype=torch.float8_e4m3fn)[:, ::2]
+    scaled = (skipping, tensor(16, 1024, dtype=torch.float8_e4m3fn).T, tensor(), tensor())
+    assert blocks(rule("_scaled_mm", scaled, tensor(32, 16))) == [32 << 10]
 
 
 def test_batched_matrices_are_copied_where_no_stride_is_one():

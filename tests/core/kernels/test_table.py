@@ -173,6 +173,7 @@ def test_a_product_with_a_bias_goes_to_cublaslt(
     args = torch.ones(bias), torch.ones(6, second[0]), torch.ones(second)
     assert table.takes_cublas_lt("aten.addmm.default", args, options) == takes
     assert not table.takes_cublas_lt("aten.baddbmm.default", args, options)
+    assert table.takes_cublas_lt("aten._scaled_mm.out", args[1:], {})
 
 
 @pytest.mark.parametrize(

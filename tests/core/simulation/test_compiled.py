@@ -291,6 +291,46 @@ def is_wide(event: Event) -> bool:
     return (event.action, event.nbytes, event.part, event.step) == ("alloc", WIDE, "activations", 1)
 
 
+class Float8Product(torch.autograd.Function):
+    """A product in float8, forward and backward, as torchao computes it: saved in bfloat16."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return in_float8(x, weight.t())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight = ctx.saved_tensors
+        return in_float8(gradient, weight), in_float8(gradient.t(), x)
+
+
+def in_float8(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    scale, a, b = a.new_ones((), dtype=torch.float32), a.contiguous(), b.t().contiguous().t()
+    a, b = (each.to(torch.float8_e4m3fn) for each in (a, b))
+    return torch._scaled_mm(a, b, scale_a=scale, scale_b=scale, out_dtype=torch.bfloat16)
+
+
+class InFloat8(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Float8Product.apply(x, self.weight).sin()
+
+
+def test_products_in_float8_are_compiled_and_take_the_workspace_of_cublaslt():
+    x = torch.ones(1024, 512, dtype=torch.bfloat16)
+    layers = nn.Sequential(nn.Linear(512, 512, bias=False), InFloat8(512, 256, bias=False)).bfloat16()
+    as_written, on_gpu = (
+        estimate(model, x, step=lambda m, x: m(x).sum(), device="H100") for model in (layers, torch.compile(layers))
+    )
+    assert (as_written.method, on_gpu.method, on_gpu.notes) == ("fake", "compiled", ())
+    opened = [
+        [event.operator.split(".")[1] for event in found.trace if event.part == "workspaces" and event.nbytes > MIB]
+        for found in (as_written, on_gpu)
+    ]
+    assert opened == [["mm", "_scaled_mm"]] * 2  # a handle of cuBLAS in the forward pass, and in the backward pass
+    assert not {"aten._to_copy.default", "aten.clone.default"} & {event.operator for event in on_gpu.trace}
+
+
 def test_what_only_a_device_can_decide_gives_a_range_with_notes(on_gpu):
     padded = (4 * 256 * 128 + 128 * 1001 + 4 * 256 * 1001) * 2  # both matrices and the product
     cache_of_an_a100, given_to_a_graph = 40 * MIB, 4 * 256 * 128 * 2
