@@ -7,6 +7,10 @@ lightning-thunder @e6aa1e003, examples/lit-gpt: open_llama_3b, two texts of 2,04
 which gives the logits in float32; A100 with 40 GB, torch 2.3.0.dev20240225, mode "reduce-overhead" (CUDA graphs);
 `max_memory_allocated`. torch 2.2.0.dev20231102 (@0014c5a1a) took 0.3 % less of both.
 
+Its benchmarks/benchmark_litgpt.py: LitGPT's models with few layers on H100 with 80 GB, texts of 4,096 tokens in
+bfloat16, AdamW. Issue 474 (2024-06): Llama-2-13B, two texts. Issue 1426 (2024-12): Mistral-7B-v0.1, one text, DDP on
+8 GPUs; GB, `max_memory_allocated` of a run, the first step included.
+
 torchtune @1814feb17 (2024-11-18), README: Llama 3.2 3B, two packed texts of 4,096 tokens in bfloat16, AdamW; A100,
 torch 2.5; peak active. Its attention to packed texts is FlexAttention, which it compiles by itself in all rows.
 "Compile" is each block; its recipe drops what `compile_loss` returns, so the loss is compiled only if it is in chunks.
@@ -14,7 +18,15 @@ The optimizer is taken to be fused: one that is not takes 30 GiB in each row, an
 
 torchtitan, benchmarks/llama3_h100_202412_torchtitan.md @31a17bfda: Llama 3.1 8B, two texts of 8,192 tokens, FSDP2 and
 selective checkpointing on 8 and 128 H100 with 96 GB, each block compiled; torch 1963fc8 (2024-12-23); reserved. The
-model is that of `examples/fsdp.py`, for H200, which have the same kernels and do not run short either.
+model is that of `examples/fsdp.py`, for H200, which have the same kernels and do not run short either. "float8": by
+torchao's linear layers (@eab345c, here the version that is installed), whose weights are gathered in float8.
+
+The same model on 8 H100, started by torchtitan's script, which sets expandable segments. "one": one text of 8,192
+tokens, pull request 808 of torchtitan (2025-01); "abs": while checkpoints kept `aten.abs`, by commit 7a04053a7 of that
+branch, without the workaround in torchao that took 8 GiB off and is gone again. "short": one text of 4,096 tokens, pull
+request 778 and README of torchao's prototype/float8nocompile @105f1ad7f; what the former calls "No AC" is full
+checkpointing by the latter, whose float8 without checkpoints (46.64) is left out: it does not say how weights are cast.
+"summer": pull requests 2594 and 2595 of torchao (2025-07), one text of 8,192 tokens, torch's own norms, loss compiled.
 
 torchtitan, results.tsv of branch autoresearch-parallelize/may19-qwen3-14b @df248332b: Qwen3-14B, texts of 4,096 tokens,
 FSDP2 on eight B200, cross entropy in eight chunks, blocks and loss compiled, no checkpointing; torch
@@ -220,15 +232,15 @@ def thunder(*, compiled: bool) -> Footprint:
     return estimate(model, tokens, step=step, optimizer=sgd, device="A100-SXM4-40GB")
 
 
-def litgpt(shape: Shape, *, compiled: bool, texts: int, **ranks: Any) -> Footprint:
-    model = Decoder(shape, OfLitGpt, (2, shape.tokens, shape.of_head), upcast=True, tied=False)
+def litgpt(shape: Shape, layers: int, *, compiled: bool, texts: int, **ranks: Any) -> Footprint:
+    model = Decoder(shape._replace(layers=layers), OfLitGpt, (2, 4096, shape.of_head), upcast=True, tied=False)
     model.turns = model.turns.bfloat16()
 
     def step(model: Any, tokens: Tensor) -> tuple[Tensor, Tensor]:
         logits = model(tokens).flatten(0, 1)
         return F.cross_entropy(logits, tokens.flatten(), ignore_index=-1), logits
 
-    tokens, optimizer = torch.zeros(texts, shape.tokens, dtype=torch.long), partial(torch.optim.AdamW, fused=True)
+    tokens, optimizer = torch.zeros(texts, 4096, dtype=torch.long), partial(torch.optim.AdamW, fused=True)
     model = torch.compile(model) if compiled else model
     return estimate(model, tokens, step=step, optimizer=optimizer, device="H100", **ranks)
 
@@ -292,7 +304,7 @@ CHECKPOINTS: dict[str, Callable[[nn.Module, int], nn.Module]] = {
     "full": lambda block, _: Checkpointed(block),
     "second": lambda block, place: Checkpointed(block) if place % 2 else block,
     "selective": selective(LARGEST),
-    "selective_2024": selective(LARGEST, SIZES),
+    "abs": selective(LARGEST, SIZES),
 }
 
 
@@ -447,18 +459,48 @@ class Row(NamedTuple):
     figures: tuple[float | None, float | None]
 
 
+def by_its_script(**how: Any) -> Footprint:
+    with setting("PYTORCH_ALLOC_CONF", "expandable_segments:True"):
+        return torchtitan(texts=1, **how)
+
+
 half = partial(qwen, dtype=torch.bfloat16)
+short = partial(by_its_script, tokens=4096)
+summer = partial(by_its_script, compiles_loss=True, norms_of_2024=False)
+llama = partial(litgpt, Shape(5120, 40, 40, 40, 13_824, 32_000, 4096), texts=2)
+mistral = partial(litgpt, Shape(4096, 32, 32, 8, 14_336, 32_000, 4096), texts=1, strategy="ddp", devices=8)
+GIB, GB = 1024, 1e9 / MIB  # in MiB
 ROWS = {
     "thunder": Row(thunder, False, (23_155.2, 19_979.5)),
-    "torchtune": Row(torchtune, False, (60.0 * 1024, 51.0 * 1024)),
-    "torchtune_chunks": Row(partial(torchtune, chunks=8), False, (None, 42.9 * 1024)),
-    "torchtune_full": Row(partial(torchtune, chunks=8, checkpointed=True), False, (None, 24.9 * 1024)),
+    "llama_2": Row(partial(llama, 2), False, (None, 11.33 * GB)),
+    "llama_4": Row(partial(llama, 4), False, (None, 18.35 * GB)),
+    "llama_10": Row(partial(llama, 10), False, (None, 39.43 * GB)),
+    "llama_20": Row(partial(llama, 20), False, (None, 74.56 * GB)),
+    "mistral_2": Row(partial(mistral, 2), False, (None, 8.18 * GB)),
+    "mistral_4": Row(partial(mistral, 4), False, (None, 12.88 * GB)),
+    "mistral_16": Row(partial(mistral, 16), False, (None, 41.68 * GB)),
+    "torchtune": Row(torchtune, False, (60.0 * GIB, 51.0 * GIB)),
+    "torchtune_chunks": Row(partial(torchtune, chunks=8), False, (None, 42.9 * GIB)),
+    "torchtune_full": Row(partial(torchtune, chunks=8, checkpointed=True), False, (None, 24.9 * GIB)),
     "torchtitan_8": Row(partial(torchtitan, nodes=1), True, (84_378, 78_848)),
     "torchtitan_128": Row(partial(torchtitan, nodes=16), True, (68_608, 63_488)),
-    "qwen": Row(qwen, True, (173.9 * 1024, 153.7 * 1024)),
-    "qwen_bf16": Row(half, True, (160.7 * 1024, 140.3 * 1024)),
-    "qwen_bf16_5": Row(partial(half, texts=5), True, (None, 168.7 * 1024)),
-    "qwen_bf16_6_saving": Row(partial(half, texts=6, saving=0.9), True, (None, 146.2 * 1024)),
+    "torchtitan_8_float8": Row(partial(torchtitan, float8="gathered"), True, (None, 76.8 * GIB)),
+    "torchtitan_128_float8": Row(partial(torchtitan, nodes=16, float8="gathered"), True, (None, 61.8 * GIB)),
+    "one": Row(by_its_script, True, (None, 47.65 * GIB)),
+    "one_float8": Row(partial(by_its_script, float8="gathered"), True, (None, 47.32 * GIB)),
+    "one_rows": Row(partial(by_its_script, float8="rowwise"), True, (None, 47.77 * GIB)),
+    "one_rows_abs": Row(partial(by_its_script, float8="rowwise", checkpoints="abs"), True, (None, 66.81 * GIB)),
+    "short": Row(partial(short, checkpoints="none"), True, (53.12 * GIB, None)),
+    "short_second": Row(partial(short, checkpoints="second"), True, (40.6 * GIB, None)),
+    "short_full": Row(partial(short, checkpoints="full"), True, (28.07 * GIB, 28.07 * GIB)),
+    "short_full_float8": Row(partial(short, checkpoints="full", float8="tensorwise"), True, (None, 28.03 * GIB)),
+    "summer_float8": Row(partial(summer, float8="gathered"), True, (None, 36.68 * GIB)),
+    "summer_rows": Row(partial(summer, float8="rowwise"), True, (None, 37.19 * GIB)),
+    "summer_rows_but_weights": Row(partial(summer, float8="rowwise_with_gw_hp"), True, (None, 37.13 * GIB)),
+    "qwen": Row(qwen, True, (173.9 * GIB, 153.7 * GIB)),
+    "qwen_bf16": Row(half, True, (160.7 * GIB, 140.3 * GIB)),
+    "qwen_bf16_5": Row(partial(half, texts=5), True, (None, 168.7 * GIB)),
+    "qwen_bf16_6_saving": Row(partial(half, texts=6, saving=0.9), True, (None, 146.2 * GIB)),
 }
 
 
@@ -472,6 +514,8 @@ def main() -> None:
     for name in options.names or ROWS:
         row, written = ROWS[name], 0.0
         for compiled, figure in zip((False, True), row.figures, strict=True):
+            if compiled and not figure:
+                continue
             started = time.monotonic()
             found = row.predict(compiled=compiled)
             assert found.method == "compiled" or not compiled, found.notes

@@ -2,8 +2,8 @@
 
 torchtitan: ``benchmarks/llama3_h100_202412_torchtitan.md`` of pytorch/torchtitan @b5bcd76c6: max reserved over ranks,
 on H100 with 96 GB; here H200, which has the same kernels and does not run short either. The model is that of
-`examples/fsdp.py`. The row of 70B was measured with torch.compile and float8, which are not predicted: it is compared
-with the same training without them.
+`examples/fsdp.py`. The row of 70B was measured with torch.compile and float8: it is compared with the same training
+without them.
 
 Lightning's FSDP guide: docs/source-pytorch/advanced/model_parallel/fsdp.rst trains a transformer of 1,009 M parameters
 on 2 A100 under several strategies, on one sentence of 35 words, and prints ``torch.cuda.memory_summary``: allocated.
