@@ -104,6 +104,9 @@ def _of_cuda() -> Iterator[_Patch]:
     yield interfaces, "caching_worker_current_devices", {"cuda": 0}
     yield interfaces, "caching_worker_device_properties", {"cuda": [cuda.get_device_properties(0)]}
     yield FakeTensorMode, "avoid_device_init", True
+    # Operators that draw again for a checkpoint share their generator's state there, which takes no tensor.
+    drawn = importlib.import_module("torch._functorch.partitioners")
+    yield drawn, "functionalize_rng_ops", lambda _, forward, backward, *__: (forward, backward)
 
 
 _SIMULATED = (

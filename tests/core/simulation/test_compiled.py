@@ -64,8 +64,10 @@ def test_the_compilers_of_kernels_are_known():
 
 
 def test_what_is_patched_takes_what_it_took():
+    from torch._functorch.partitioners import functionalize_rng_ops
     from torch._inductor import codecache, output_code
 
+    assert list(inspect.signature(functionalize_rng_ops).parameters)[1:3] == ["fw_module", "bw_module"]
     assert list(inspect.signature(codecache.write).parameters)[:3] == ["content", "extension", "extra"]
     assert list(inspect.signature(codecache.PyCodeCache.load_by_key_path).parameters)[:4] == [
         "key",
