@@ -373,11 +373,8 @@ def laid_out(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return first, *others
 
 
-FILLS_OUT = frozenset(  # products without a fake kernel for ``out``
-    getattr(packet, overload)
-    for packet, overload in ((_aten._scaled_mm, "out"), (_aten._scaled_mm_v2, "out"), (_aten.bmm, "dtype_out"))
-    if overload in packet.overloads()
-)
+# Products without a fake kernel for ``out``.
+FILLS_OUT = frozenset({_aten._scaled_mm.out, _aten._scaled_mm_v2.out, _aten.bmm.dtype_out})
 _EFFICIENT_ATTENTION = _aten._scaled_dot_product_efficient_attention.default
 _GLU_BACKWARD = _aten.glu_backward.default
 _RESIZED_VOLUMES = (_aten.upsample_trilinear3d.default, _aten.upsample_trilinear3d_backward.default)
