@@ -8,13 +8,12 @@ training's own.
 from __future__ import annotations
 
 import functools
-import math
 import os
 import signal
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,9 +23,10 @@ from lightning_memguard.core.capture.storages import Storages, plain_tensors
 from lightning_memguard.core.foreign import aten as _aten
 from lightning_memguard.core.isolation.pool import in_child
 from lightning_memguard.core.kernels import table
-from lightning_memguard.core.kernels.arguments import Call, is_on_host
+from lightning_memguard.core.kernels.arguments import Call
 from lightning_memguard.core.kernels.attention import SEEDS_ON_DEVICE
 from lightning_memguard.core.kernels.rnn import dropout_state_bytes
+from lightning_memguard.core.kernels.templates import kernel_of
 from lightning_memguard.core.simulation import mkldnn_lstm, sdpa
 from lightning_memguard.core.simulation.backward import graph_task
 from lightning_memguard.core.simulation.fake import training_threads
@@ -115,7 +115,7 @@ class KernelScratch:
             if scratch is NONE and short in table.BY_TYPES:
                 rule = None  # very frequent
             else:
-                self.kernels.append(_kernel(name, call))
+                self.kernels.append(kernel_of(name, call))
                 self._scratch(scratch, -1, name)
         # a real storage has its true size
         kept = scratch.kept if results and isinstance(results[0], FakeTensor) else 0
@@ -194,74 +194,6 @@ def _names(func: OpOverload) -> tuple[str, str, str]:
     name = str(func)
     namespace, short, *_ = name.split(".")
     return name, namespace, short
-
-
-def _kernel(name: str, call: Call[Any]) -> Kernel:
-    """A call whose numbers are apart from the rest, so that its rule can be asked again with other numbers."""
-    numbers: list[int] = []
-    arguments, results = (
-        _extract_numbers(tuple(values), numbers) for values in (call.arguments.values(), call.results)
-    )
-    again = _RuleTemplate(name.split(".")[1], tuple(call.arguments), arguments, results, call.target)
-    return Kernel(name, tuple(numbers), (arguments, results), again)
-
-
-@dataclass(frozen=True)
-class _RuleTemplate:
-    """A rule by its operator, and the arguments and results of one call with all numbers taken out."""
-
-    operator: str
-    names: tuple[str, ...]
-    arguments: tuple[object, ...]
-    results: tuple[object, ...]
-    target: CpuTarget | CudaTarget
-
-    def __call__(self, numbers: Sequence[int]) -> Scratch:
-        left = iter(numbers)
-        arguments = dict(zip(self.names, _restore_numbers(self.arguments, left), strict=True))
-        rule = table.rule(self.operator, self.target)
-        return rule(Call(arguments, _restore_numbers(self.results, left), self.target)) if rule else NONE
-
-
-class _Placeholder(NamedTuple):
-    """Placeholder for a whole number, or for a tensor with this many dimensions and this dtype, on the host or not."""
-
-    dimensions: int = -1
-    dtype: torch.dtype | None = None
-    on_host: bool = False
-
-
-def _extract_numbers(value: object, numbers: list[int]) -> Any:
-    if isinstance(value, torch.Tensor):
-        numbers += value.shape
-        numbers += value.stride()
-        return _Placeholder(value.dim(), value.dtype, is_on_host(value))
-    if type(value) is int:
-        numbers.append(value)
-        return _Placeholder()
-    if isinstance(value, (list, tuple)):
-        return tuple([_extract_numbers(item, numbers) for item in value])
-    if isinstance(value, float):
-        return "nan" if math.isnan(value) else float(value)  # one nan is not another's equal
-    return value if isinstance(value, _PLAIN) else type(value).__name__
-
-
-# What can be sent between processes and compared there; no rule reads anything else.
-_PLAIN = (bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
-
-
-def _restore_numbers(value: object, numbers: Iterator[int]) -> Any:
-    if isinstance(value, _Placeholder):
-        if value.dtype is None:
-            return next(numbers)
-        shape = [next(numbers) for _ in range(value.dimensions)]
-        stride = [next(numbers) for _ in range(value.dimensions)]
-        tensor: Any = torch.empty_strided(shape, stride, dtype=value.dtype, device="meta")
-        tensor.on_host = value.on_host  # read by `is_on_host`
-        return tensor
-    if isinstance(value, tuple):
-        return [_restore_numbers(item, numbers) for item in value]
-    return value
 
 
 # -- operators without a rule, which are asked

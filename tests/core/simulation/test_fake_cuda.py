@@ -23,7 +23,6 @@ from torch.utils.checkpoint import checkpoint
 from lightning_memguard import estimate
 from lightning_memguard.core import gpus
 from lightning_memguard.core.batch.batches import batches_from_one
-from lightning_memguard.core.capture.kernel_scratch import _kernel
 from lightning_memguard.core.capture.predict import capture
 from lightning_memguard.core.capture.program import LoopProgram, tensors
 from lightning_memguard.core.capture.recorder import Recorder, watching
@@ -31,6 +30,7 @@ from lightning_memguard.core.gpus import Gpu
 from lightning_memguard.core.kernels import table
 from lightning_memguard.core.kernels.arguments import Call
 from lightning_memguard.core.kernels.attention import SEEDS_ON_DEVICE
+from lightning_memguard.core.kernels.templates import kernel_of
 from lightning_memguard.core.simulation import driver, fake_cuda
 from lightning_memguard.core.simulation.fake_cuda import FAKE_DEVICE, FakeCudaMode, simulated_cuda, simulated_gpu
 from lightning_memguard.core.trace.scratch import NONE
@@ -542,6 +542,6 @@ def test_a_rule_that_is_asked_again_knows_which_tensors_are_on_the_host() -> Non
     with tensors(fake=True, gpu=H200):
         target, source = torch.empty(64, 32, device="cuda").t(), torch.empty(32, 64)
         call = Call({"self": target, "src": source, "non_blocking": False}, [target], kernel_target)
-        kernel = _kernel("aten.copy_.default", call)
+        kernel = kernel_of("aten.copy_.default", call)
         first = copy(call)
     assert kernel.scratch(kernel.numbers) == first != NONE
