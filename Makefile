@@ -33,7 +33,7 @@ DOCS_STAMP := $(DOCS_VENV)/.installed
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --durations=10 -n auto --maxprocesses=4
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-sharded test docs site pictures links outputs long lint bench compiled field histories suite deciding accuracy builds fake-gpu matrix host clean
+.PHONY: help demo demo-sharded test docs site pictures links outputs long tapes lint bench compiled field histories suite deciding accuracy builds fake-gpu matrix host clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1|\2/p' Makefile | awk -F'|' '{ printf "%-12s %s\n", $$1, $$2 }'
@@ -66,6 +66,9 @@ outputs: $(STAMP) ## rewrite the output that the documentation shows (docs/outpu
 
 long: $(STAMP) ## run the tests that take long and show what a benchmark shows too
 	$(PYTEST) -m long
+
+tapes: $(STAMP) ## make the tapes anew that tests read in place of captures (tests/tapes/record.py)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.tapes.record
 
 lint: $(STAMP) ## check rules, formatting, types and the links between the pages
 	$(BIN)/ruff check .
