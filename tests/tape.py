@@ -20,6 +20,8 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from lightning_memguard.core.trace.packed import PackedGrowth
+
 VERSION = 1
 FOLDER = Path(__file__).parent / "tapes"
 
@@ -80,17 +82,20 @@ def value_of(lines: Sequence[str]) -> Any:
 
 
 def _written(value: Any, lines: list[str]) -> Any:
-    """A value as JSON has it. Many records of a kind are lines of their own, and their place is what is left."""
+    """A value as JSON has it."""
+    value = value.unpacked() if isinstance(value, PackedGrowth) else value
     name = type(value).__name__
     if value is None or type(value) in (bool, int, float, str):
         return value
-    if name == "PackedGrowth":
-        return _written(value.unpacked(), lines)
     if name in _HOME_OF:
         return {name: _fields(value, lines)}
     if isinstance(value, Mapping):
         return {"map": [[_written(each, lines) for each in pair] for pair in value.items()]}
-    assert isinstance(value, Sequence), value
+    return _sequence(value, lines)
+
+
+def _sequence(value: Sequence[Any], lines: list[str]) -> Any:
+    """A sequence as JSON has it. Many records of a kind are lines of their own, and their place is what is left."""
     kinds = {type(each).__name__ for each in value}
     if kinds == {"Fraction"}:
         return {"polynomial": [*map(str, value)]}
