@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests import tape
 from tests.files import ONE_WORKER
 
 # An example is not wrong because the machine does other work too.
@@ -151,6 +152,13 @@ def all_here() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as monkeypatch:
         capture_here(monkeypatch.setattr)
         yield
+
+
+@pytest.fixture
+def taped(request: pytest.FixtureRequest, here: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is captured, but in a test marked `captures`: any step is that of a small training, from its tapes."""
+    if not request.node.get_closest_marker("captures"):
+        monkeypatch.setattr("lightning_memguard.core.capture.capture.capture_here", tape.played)
 
 
 @pytest.fixture(scope="session", autouse=True)

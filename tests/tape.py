@@ -14,7 +14,7 @@ import importlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import MISSING, Field, fields, is_dataclass
+from dataclasses import MISSING, Field, fields, is_dataclass, replace
 from fractions import Fraction
 from itertools import zip_longest
 from pathlib import Path
@@ -55,6 +55,14 @@ def write(value: object, path: Path) -> None:
 def read(name: str) -> Any:
     """Read one of the tapes that are kept."""
     return value_of(gzip.decompress((FOLDER / f"{name}.jsonl.gz").read_bytes()).decode().splitlines())
+
+
+def played(program: Any, batch_size: int, *_: object, **__: object) -> Any:
+    """In place of a capture: the step of a small training at that size, from its tapes, whatever the program is."""
+    kind = "fit" if program.trains else "fit_validation"
+    kind = "fit_accumulating" if (program.batches_per_step or 1) > 1 else kind
+    growth = read("fit_gpu" if program.device.type == "cuda" else kind).growth
+    return replace(growth.at(batch_size), batch=program.expected_batch(batch_size))
 
 
 def lines_of(value: object) -> list[str]:

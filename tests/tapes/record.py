@@ -25,6 +25,8 @@ from lightning_memguard.core.capture.program import LoopProgram
 from lightning_memguard.core.range import NOTHING, Range
 from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.core.trace.scratch import CpuTarget
+from lightning_memguard.training.planning.subject import predicted, subject_of
+from lightning_memguard.training.planning.target import target_of
 from lightning_memguard.training.run.tune import tune
 from tests import tape
 from tests.training.conftest import Small
@@ -57,6 +59,13 @@ def of_fit(what: str) -> Curve:
     else:
         found = (profile.accumulating() if what == "accumulating" else profile).prediction
     return found.on_terms(context_bytes=NOTHING)
+
+
+def of_plan(device: str) -> Curve:
+    """The step of the small training on a GPU."""
+    torch.manual_seed(0)
+    subject = subject_of(Small(), (torch.randn(8, 16), torch.zeros(8, dtype=torch.long)))
+    return predicted(subject, target_of(device), scalable=True).curve
 
 
 class Drawn:
@@ -139,6 +148,7 @@ TAPES: dict[str, Callable[[], Curve]] = {
     "fit": lambda: of_fit("step"),
     "fit_accumulating": lambda: of_fit("accumulating"),
     "fit_validation": lambda: of_fit("validation"),
+    "fit_gpu": lambda: of_plan("T4"),
     "mlp": lambda: of_loop(plain),
     "cnn_gpu": lambda: of_loop(plain, cnn(), batch=torch.ones(16, 3, 16, 16), on_gpu=True),
     "gpt_gpu": lambda: of_loop(lambda model, x: model(x), Gpt(), batch=torch.zeros(16, 32).long(), on_gpu=True),

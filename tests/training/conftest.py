@@ -14,20 +14,15 @@ import pytorch_lightning as pl
 import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from lightning_memguard import MemGuard
-from lightning_memguard.core.batch.nesting import tensors_in
-from lightning_memguard.core.capture import capture
-from lightning_memguard.core.capture.capture import capture_here
 from lightning_memguard.core.decision.decision import Decision
 from lightning_memguard.core.range import NOTHING
-from lightning_memguard.training.adapter.shadow import LightningStep
 from lightning_memguard.training.data import samples
 from lightning_memguard.training.facts.lightning_port import preserve_loader_classes
 from lightning_memguard.training.run import choose, guarded_run
 from lightning_memguard.training.run.tune import Tuning, tune
-from tests.files import OF_ONE_CAPTURE
 from tests.training.quiet import quiet_trainer
 
 
@@ -87,49 +82,7 @@ def _captured_here(request: pytest.FixtureRequest) -> None:
     """Captures run in this process, for a third of the time that children take."""
     names = {request.path.parent.name, request.path.name, request.node.name.partition("[")[0]}
     if not names & IN_CHILDREN:
-        request.getfixturevalue("one_capture" if request.path.name in OF_ONE_CAPTURE else "here")
-
-
-@pytest.fixture(scope="module")
-def _traces_of_a_file() -> dict[Any, Any]:
-    return {}
-
-
-@pytest.fixture
-def one_capture(here: None, _traces_of_a_file: dict[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tests of a file that are about what follows a capture share it: each step is captured once at each size.
-
-    Steps are alike if nothing differs that their module, their loaders' samples and their Trainer say about them.
-    """
-
-    def once(program: Any, *how: Any, **more: Any) -> Any:
-        if not isinstance(program, LightningStep) or program.changes or program.around or program.layout:
-            return capture_here(program, *how, **more)
-        key = (_alike(program), how, *more.items())
-        if key not in _traces_of_a_file:
-            _traces_of_a_file[key] = capture_here(program, *how, **more)
-        return _traces_of_a_file[key]
-
-    monkeypatch.setattr(capture, "capture_here", once)
-
-
-# Of a Trainer, what decides how many steps there are or where files go, not what a step takes.
-_OF_LOOPS = ("limit_", "val_check_", "check_val_", "log_every_", "num_sanity_", "_default_root_dir")
-
-
-def _alike(program: Any) -> tuple[Any, ...]:
-    module, run = program.module, program.trainer
-    tensors = [*module.named_parameters(), *module.named_buffers()]
-    said = [*vars(module).items(), *(each for each in vars(run).items() if not each[0].startswith(_OF_LOOPS))]
-    return (
-        *(type(module), repr(module), type(program.datamodule), program.stage, program.device, program.gpu),
-        *(program.precision_in_use, program.batches_per_step, program.callback_bytes, program.setup_stage),
-        tuple((name, each.shape, each.dtype, each.requires_grad, each.grad is None) for name, each in tensors),
-        tuple((name, value) for name, value in said if isinstance(value, (bool, int, float, str)) or callable(value)),
-        tuple((each.shape[1:], each.dtype) for family in program.families for each in tensors_in(family.small)),
-        *(run.current_epoch, run.global_step, run.gradient_clip_val),
-        tuple(type(each) for each in (*run.callbacks, *run.optimizers, *run.loggers, run.profiler, program.strategy)),
-    )
+        request.getfixturevalue("here")
 
 
 @pytest.fixture(autouse=True)
@@ -207,11 +160,18 @@ def trainer() -> Callable[..., pl.Trainer]:
 
 @pytest.fixture
 def tuned() -> Callable[..., Tuning]:
-    """Everything that happens at setup of a run that may grow, without the fit."""
+    """Everything that happens at setup of a run that may grow, without the fit.
 
-    def run(trainer: pl.Trainer, module: pl.LightningModule, dataset: TensorDataset, **settings: Any) -> Tuning:
+    ``data`` is a dataset, which is loaded by ten samples, or loaders, or a data module.
+    """
+
+    def run(trainer: pl.Trainer, module: pl.LightningModule, data: Any, **settings: Any) -> Tuning:
         trainer.strategy.connect(module)
-        trainer._data_connector.attach_data(module, DataLoader(dataset, batch_size=10))
+        if isinstance(data, pl.LightningDataModule):
+            trainer._data_connector.attach_data(module, datamodule=data)
+        else:
+            loaders = DataLoader(data, batch_size=10) if isinstance(data, Dataset) else data
+            trainer._data_connector.attach_data(module, loaders)
         return tune(trainer, module, MemGuard(**{"batch_size": "largest", **settings})._settings)
 
     return run

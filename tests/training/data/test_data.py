@@ -35,7 +35,10 @@ from tests.long import long_but
 from tests.training.data.test_loaders import Planned
 from tests.training.quiet import quiet_trainer
 
-pytestmark = pytest.mark.filterwarnings("ignore::pytorch_lightning.utilities.warnings.PossibleUserWarning")
+pytestmark = [
+    pytest.mark.usefixtures("taped"),
+    pytest.mark.filterwarnings("ignore::pytorch_lightning.utilities.warnings.PossibleUserWarning"),
+]
 
 
 def numbered(count: int = 100) -> TensorDataset:
@@ -400,6 +403,7 @@ def test_what_cannot_be_sized_is_kept_with_a_reason(kind: str) -> None:
     assert guard.decision.outcome == ("stepped aside" if "only once" in reason else "kept")
 
 
+@pytest.mark.captures
 def test_a_batch_sampler_of_variable_size_is_predicted_on_its_largest_batch() -> None:
     guard = MemGuard("check")
     trainer_of(guard).fit(module_of(), DataLoader(numbered(), batch_sampler=Tokens()))  # type: ignore[arg-type]
@@ -560,6 +564,7 @@ def test_without_lightnings_own_sampler() -> None:
     assert [shape[0] for shape in fitted(LOADERS["shuffled"](4), 50, use_distributed_sampler=False).shapes] == [50, 50]
 
 
+@pytest.mark.captures
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_a_batch_is_predicted_of_the_samples_that_there_are(trainer, small, dataset, drop_last):
     class Validated(small):

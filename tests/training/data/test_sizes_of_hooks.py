@@ -13,6 +13,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_memguard import MemGuard
 from tests.training.quiet import quiet_trainer
 
+pytestmark = pytest.mark.usefixtures("taped")
+
 EPOCHS = 3
 
 

@@ -28,6 +28,8 @@ from lightning_memguard.training.run import aftermath, batch_monitor, guarded_ru
 from lightning_memguard.units import MIB
 from tests.forks import with_shared_memory
 
+pytestmark = pytest.mark.usefixtures("taped")
+
 notes_there = pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions take notes since Python 3.11")
 
 
@@ -73,6 +75,7 @@ def warnings_of(trainer: Any, data: Any, **settings: Any) -> list[str]:
     return [str(each.message) for each in caught if "larger than the" in str(each.message)]
 
 
+@pytest.mark.captures
 def test_a_larger_batch_is_announced_with_what_it_takes(trainer: Any) -> None:
     """100 texts of 40 tokens where 10 were predicted from: a float32 embedding of 100 x 40 x 32 is 500 KiB."""
     (text,) = warnings_of(trainer, Growing([40] * 100), budget="64MiB")
@@ -80,11 +83,13 @@ def test_a_larger_batch_is_announced_with_what_it_takes(trainer: Any) -> None:
     assert text.endswith("It fits.")
 
 
+@pytest.mark.captures
 def test_one_that_may_not_fit_says_so(trainer: Any) -> None:
     (text,) = warnings_of(trainer, Growing([4000] * 100), budget=4 * MIB, offload="never")
     assert "may run out of memory" in text
 
 
+@pytest.mark.captures
 def test_it_is_announced_again_only_for_one_that_is_larger_by_a_tenth(trainer: Any) -> None:
     """40, again 40, 43 (less than a tenth more), 48."""
     lengths = [length for length in (40, 40, 43, 48) for _ in range(100)]
@@ -139,6 +144,7 @@ def test_an_out_of_memory_error_carries_what_was_predicted(trainer: Any, error: 
     assert "These figures do not explain the error" in note
 
 
+@pytest.mark.captures
 @notes_there
 def test_the_note_names_the_batch_that_was_larger(trainer: Any) -> None:
     note = "\n".join(fails(trainer, on_a_gpu, Growing([500] * 100), at=50, budget="4MiB").__notes__)
@@ -205,6 +211,7 @@ class Keeping(Tokens):
         return self.head(embedded.exp().mean(1)).square().mean()
 
 
+@pytest.mark.captures
 @notes_there
 def test_the_note_names_the_lines_that_hold_the_memory_and_what_was_kept_besides(trainer: Any) -> None:
     loader = DataLoader([torch.zeros(10, dtype=torch.long)] * 400, batch_size=100, collate_fn=pad)

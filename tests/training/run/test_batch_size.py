@@ -15,7 +15,7 @@ from lightning_memguard.core.decision.decision import Decision
 from lightning_memguard.training.data.set_sizes import _passes_size, is_kept_as_one, sets_its_size
 from lightning_memguard.units import KIB
 
-pytestmark = pytest.mark.contract
+pytestmark = [pytest.mark.contract, pytest.mark.usefixtures("taped")]
 
 SETTINGS: Any = {"batch_size": 1}
 
@@ -25,12 +25,9 @@ def data(count: int) -> TensorDataset:
 
 
 @pytest.fixture
-def decided(trainer: Any, small: Any) -> Any:
-    def run(loader: Any, settings: dict[str, Any] | None = None, module: Any = None, **guard: Any) -> Decision:
-        made = MemGuard(**guard)
-        trainer(made, **(settings or {})).fit(module or small(), loader)
-        assert made.decision is not None
-        return made.decision
+def decided(tuned: Any, trainer: Any, small: Any) -> Any:
+    def run(data: Any, settings: dict[str, Any] | None = None, module: Any = None, **guard: Any) -> Decision:
+        return tuned(trainer(**(settings or {})), module or small(), data, **{"batch_size": "auto", **guard}).decision
 
     return run
 
@@ -82,6 +79,7 @@ def test_limits_of_a_chosen_size_leave_one_that_fits(decided: Any, dataset: Tens
     assert decided(DataLoader(dataset, batch_size=10), max_batch_size=8).batch_size == 8
 
 
+@pytest.mark.captures
 def test_where_other_sizes_take_captures_nothing_is_promised(decided: Any, small: Any, dataset: TensorDataset) -> None:
     class Kinked(small):  # type: ignore[misc,valid-type]
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
@@ -194,6 +192,7 @@ class ByHand(Scheduled):
         super().optimizer_step(epoch, batch_idx, optimizer, closure)
 
 
+@pytest.mark.captures
 @pytest.mark.parametrize(
     ("module", "settings", "least", "size", "limit"),
     [

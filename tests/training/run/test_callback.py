@@ -23,6 +23,8 @@ from lightning_memguard import DoesNotFitError, MemGuard, MemGuardError
 from lightning_memguard.training.run.guarded_run import GuardedRun
 from lightning_memguard.units import KIB
 
+pytestmark = pytest.mark.usefixtures("taped")
+
 
 def sizes_seen(module: Any) -> list[int]:
     return [int(size) for size in module.sizes]
@@ -44,6 +46,7 @@ class Sized(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+@pytest.mark.captures
 def test_a_plain_loader_is_trained_at_the_chosen_size(trainer: Any, dataset: TensorDataset) -> None:
     module, guard = Sized(), MemGuard(batch_size="largest", max_batch_size=40)
     loader = DataLoader(dataset, batch_size=4)
@@ -65,6 +68,7 @@ def test_a_budget_sets_the_size_and_the_peak_keeps_within_it(trainer: Any, small
     assert 2 < decision.batch_size < 100
 
 
+@pytest.mark.captures
 def test_too_small_a_budget_stops_the_fit_before_it_starts(trainer: Any, small: Any, dataset: TensorDataset) -> None:
     module = small(width=1024)
     with pytest.raises(DoesNotFitError, match=r"Batch size 1 needs .*; .* offers 95.0 KiB after a 5% margin"):
@@ -78,6 +82,7 @@ def test_check_changes_nothing_and_warns_where_it_does_not_fit(trainer: Any, dat
     assert sizes_seen(module) == [50, 50]
 
 
+@pytest.mark.captures
 @pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
 def test_both_packages_train_guarded(package: str, dataset: TensorDataset) -> None:
     theirs = importlib.import_module(package)
@@ -232,6 +237,7 @@ class Layers(Sized):
             self.net = nn.Linear(16, 4)
 
 
+@pytest.mark.captures
 def test_a_module_built_in_configure_model(trainer: Any, dataset: TensorDataset) -> None:
     module, guard = Layers(), MemGuard(mode="check")
     trainer(guard).fit(module, train_dataloaders=DataLoader(dataset, batch_size=10))
@@ -268,6 +274,7 @@ def scripted_layers() -> Any:
     return torch.jit.script(known_layers())
 
 
+@pytest.mark.captures
 def test_lazy_and_scripted_layers_are_predicted(trainer: Any, dataset: TensorDataset) -> None:
     """Lazy ones take as much as others; from its second run on, a scripted step keeps more for its backward pass."""
 
@@ -310,6 +317,7 @@ def test_the_effective_batch_size_is_kept_by_accumulation(trainer: Any, dataset:
     assert fit.accumulate_grad_batches == 1, "as it was before the run"
 
 
+@pytest.mark.captures
 def test_records_and_metrics_once_an_epoch(trainer: Any, dataset: TensorDataset) -> None:
     """The design's names are in the row of the epoch's own metrics, with its step; other callbacks can watch them."""
 
@@ -448,6 +456,7 @@ def test_a_batch_without_tensors(trainer: Any) -> None:
         trainer(MemGuard()).fit(Words(), train_dataloaders=DataLoader(words, batch_size=2))
 
 
+@pytest.mark.captures
 def test_a_step_that_raises_on_the_copy_still_trains(trainer: Any, dataset: TensorDataset) -> None:
     class Picky(Sized):
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
@@ -465,6 +474,7 @@ def test_a_step_that_raises_on_the_copy_still_trains(trainer: Any, dataset: Tens
     assert guard.decision.footprint.parts["gradients"] == 272
 
 
+@pytest.mark.captures
 def test_a_step_that_returns_none(trainer: Any, dataset: TensorDataset) -> None:
     class Nothing(Sized):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -613,6 +623,7 @@ def _arguments(hook: str) -> tuple[Any, ...]:
     return (more[hook],) if hook in more else ()
 
 
+@pytest.mark.captures
 def test_a_step_that_takes_the_iterator(trainer: Any, dataset: TensorDataset) -> None:
     """Lightning cannot tell the size of its batches, and refuses ``self.log`` without one."""
 
@@ -635,6 +646,7 @@ def test_a_step_that_takes_the_iterator(trainer: Any, dataset: TensorDataset) ->
 # -- settings of the Trainer, and callbacks that try things
 
 
+@pytest.mark.captures
 @pytest.mark.skipif(not hasattr(pl.Trainer(logger=False), "_val_check_time_interval"), reason="not in this Lightning")
 @pytest.mark.parametrize("every", [timedelta(hours=1), "00:01:00:00", {"hours": 1}], ids=str)
 def test_validation_by_time(trainer: Any, dataset: TensorDataset, every: Any) -> None:
@@ -705,6 +717,7 @@ class Staged(Sized):
         self.net(batch[0])
 
 
+@pytest.mark.captures
 def test_setup_gets_the_stage_as_lightning_passes_it(trainer: Any) -> None:
     module, guard = Staged(), MemGuard(batch_size="largest", max_batch_size=20)
     trainer(guard, limit_val_batches=1).fit(module)

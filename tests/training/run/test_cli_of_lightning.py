@@ -16,6 +16,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memguard import MemGuard, MemGuardError
 
+pytestmark = pytest.mark.usefixtures("taped")
+
 pytest.importorskip("jsonargparse")
 
 PACKAGES = ["lightning.pytorch", "pytorch_lightning"]
@@ -77,6 +79,7 @@ def test_a_guard_from_the_command_line(package: str, name: str) -> None:
     assert made.trainer.num_training_batches == 5
 
 
+@pytest.mark.captures
 @pytest.mark.parametrize("package", PACKAGES)
 def test_an_optimizer_from_the_command_line_is_predicted_and_none_of_the_copys_business(package: str) -> None:
     settings = ["--trainer.callbacks=MemGuard", "--trainer.callbacks.max_batch_size=20"]

@@ -18,6 +18,8 @@ from lightning_memguard.core.capture.capture import OutOfTimeError
 from lightning_memguard.training.run import choose
 from lightning_memguard.training.run.profile import RunProfile
 
+pytestmark = pytest.mark.usefixtures("taped")
+
 KIB = 1 << 10
 
 
@@ -79,6 +81,7 @@ def decided(guard: MemGuard) -> Decision:
     return guard.decision
 
 
+@pytest.mark.captures
 @pytest.mark.parametrize(
     "settings",
     [
@@ -107,6 +110,7 @@ def test_the_training_is_the_same(fit: Fit, settings: dict[str, Any]) -> None:
     assert [getattr(run, name) for name in names] == [getattr(plain, name) for name in names], "as they were"
 
 
+@pytest.mark.captures
 def test_a_setup_that_took_its_share_has_more_where_the_batch_does_not_fit(
     fit: Fit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -119,6 +123,7 @@ def test_a_setup_that_took_its_share_has_more_where_the_batch_does_not_fit(
     assert decided(guard).reason.endswith("600 samples as before.")
 
 
+@pytest.mark.captures
 def test_gradients_that_cannot_be_captured_count_on_top(fit: Fit, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without time for a second capture, each optimizer step sees what it saw."""
 

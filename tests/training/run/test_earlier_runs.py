@@ -31,6 +31,8 @@ from lightning_memguard.training.planning.subject import subject_of
 from lightning_memguard.training.run import earlier_runs, reading
 from tests.forks import CONTEXT
 
+pytestmark = pytest.mark.usefixtures("taped")
+
 H200 = Setting("NVIDIA H200", "570.86.15", "2.13.0+cu130", "13.0", "91900", "")
 BUDGET = 24 << 20
 
@@ -137,6 +139,7 @@ def test_a_fit_that_ran_out_of_memory_makes_the_next_one_smaller_until_one_has_r
     assert "from 1 earlier run on this GPU" in setup_text(second)
 
 
+@pytest.mark.captures
 def test_the_signature_is_the_steps_whatever_its_batch_size(gpu: Gpu) -> None:
     for size in (2, 16, 63, 256):
         gpu.fit("check", size=size)
@@ -144,6 +147,7 @@ def test_the_signature_is_the_steps_whatever_its_batch_size(gpu: Gpu) -> None:
     assert {each.batch_size for each in stored()} == {2, 16, 63, 256}
 
 
+@pytest.mark.captures
 @pytest.mark.parametrize(
     "change",
     [{"precision": "bf16-mixed"}, {"net": lambda: Net(optimizer=torch.optim.SGD)}, {"net": lambda: Net(width=520)}],
@@ -285,6 +289,7 @@ def test_two_trainings_at_once_store_all_that_they_measure(gpu: Gpu, tmp_path: P
     assert all(json.loads(line) for line in default_path().read_text().splitlines())
 
 
+@pytest.mark.captures
 def test_a_plan_of_the_same_step_has_its_signature(gpu: Gpu) -> None:
     """So that what a run has measured corrects the plan for it."""
     gpu.fit("check")

@@ -14,6 +14,8 @@ from lightning_memguard import Decision, MemGuard, MemGuardError
 from lightning_memguard.units import share_of
 from tests.long import long_but
 
+pytestmark = pytest.mark.usefixtures("taped")
+
 
 def data(samples: int) -> TensorDataset:
     return TensorDataset(torch.randn(samples, 16), torch.randint(0, 4, (samples,)))

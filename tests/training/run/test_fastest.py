@@ -21,6 +21,8 @@ from lightning_memguard.training.run.choose import choose
 from lightning_memguard.training.run.measuring import Measuring
 from tests.training.facts.test_ranks import ranks
 
+pytestmark = pytest.mark.usefixtures("taped")
+
 SLOW_LAUNCHES = Speed({"float32": 1e15}, ((0.0, 1e15),), 1.0, (0.5, 2.0))
 LOADED = Speed({"float32": 1e6}, ((0.0, 1e15),), 0.0, (0.5, 2.0))
 
@@ -39,6 +41,7 @@ def test_the_smallest_size_within_three_percent_of_the_best_is_found(fixed: floa
         assert abs(found - size) <= 15
 
 
+@pytest.mark.captures
 @pytest.mark.parametrize(
     ("speed", "size", "limit"),
     [(SLOW_LAUNCHES, 98, "time"), (LOADED, 10, "time"), (None, 100, "dataset")],

@@ -20,6 +20,8 @@ from lightning_memguard import MemGuard
 from lightning_memguard.training.run.growth_watch import GrowthWatch
 from lightning_memguard.units import MIB
 
+pytestmark = pytest.mark.usefixtures("taped")
+
 BASE = 50 * MIB
 
 

@@ -15,6 +15,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memguard import MemGuard, MemGuardError
 
+pytestmark = pytest.mark.usefixtures("taped")
+
 
 class Counted(pl.LightningModule):
     """Notes the size of each batch it is given, and the number of the optimizer's steps."""
@@ -54,12 +56,14 @@ def fit(make: Callable[[], Any], data: TensorDataset, batch_size: int = 64) -> C
     return lambda trainer: trainer.fit(make(), DataLoader(data, batch_size=batch_size))
 
 
+@pytest.mark.captures
 def test_accumulated_gradients_are_there_during_the_backward_pass(wide: Any, wide_data: Any, as_measured: Any) -> None:
     decision = as_measured(fit(wide, wide_data), accumulate_grad_batches=2)
     assert decision.footprint.phase == "backward"
     assert decision.footprint.parts["gradients"] > 1_300_000
 
 
+@pytest.mark.captures
 def test_a_schedule_of_accumulation_is_predicted_at_its_largest(wide: Any, wide_data: Any, as_measured: Any) -> None:
     """The second epoch accumulates; the peak is there, and the first epoch alone would not show it."""
     scheduler = pl.callbacks.GradientAccumulationScheduler
@@ -68,6 +72,7 @@ def test_a_schedule_of_accumulation_is_predicted_at_its_largest(wide: Any, wide_
     assert later.footprint.peak_allocated_bytes > alone.footprint.peak_allocated_bytes + 1_000_000
 
 
+@pytest.mark.captures
 @pytest.mark.parametrize("algorithm", ["norm", "value"])
 def test_clipping(wide: Any, wide_data: Any, as_measured: Any, algorithm: str) -> None:
     as_measured(fit(wide, wide_data, 8), gradient_clip_val=0.5, gradient_clip_algorithm=algorithm)
@@ -89,6 +94,7 @@ AVX512_FP16 = pytest.mark.skipif(
 )
 
 
+@pytest.mark.captures
 @pytest.mark.parametrize(
     "precision",
     ["32-true", "64-true", "bf16-true", pytest.param("16-true", marks=AVX512_FP16), "bf16-mixed", "16-mixed"],
@@ -105,6 +111,7 @@ def test_each_precision_of_a_cpu(wide: Any, wide_data: Any, as_measured: Any, pr
     assert decision.footprint.method == "fake"
 
 
+@pytest.mark.captures
 @pytest.mark.parametrize(
     ("plugin", "byte_width"),
     [
@@ -125,6 +132,7 @@ def test_precision_as_a_plugin(
     assert guard.decision.footprint.parts["parameters"] == 333_834 * byte_width
 
 
+@pytest.mark.captures
 def test_anomaly_detection_is_predicted(wide: Any, wide_data: Any, as_measured: Any) -> None:
     """It compares every gradient with itself, and holds the answer for a moment: a byte for each number."""
     as_measured(fit(wide, wide_data), detect_anomaly=True, accumulate_grad_batches=2)
@@ -199,6 +207,7 @@ def test_limits_of_what_is_evaluated_alone(trainer: Any, dataset: TensorDataset,
     assert module.evaluated == {0: [], 2: [4] * 2, 0.5: [4] * 12}[limit]
 
 
+@pytest.mark.captures
 @pytest.mark.parametrize("profiler", ["simple", "advanced", "pytorch"])
 def test_profilers_see_the_run_alone(trainer: Any, dataset: TensorDataset, tmp_path: Any, profiler: str) -> None:
     """The profile has nothing of what the copy runs in setup."""

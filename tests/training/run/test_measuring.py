@@ -16,7 +16,10 @@ from lightning_memguard.core.device import tensor_counter
 from lightning_memguard.units import KIB, MIB
 from tests.training.quiet import quiet_trainer
 
-pytestmark = pytest.mark.skipif(not tensor_counter.is_available(), reason="needs glibc's mallinfo2")
+pytestmark = [
+    pytest.mark.skipif(not tensor_counter.is_available(), reason="needs glibc's mallinfo2"),
+    pytest.mark.usefixtures("taped"),
+]
 
 
 class Net(pl.LightningModule):
@@ -47,6 +50,7 @@ def fit(
     return guard
 
 
+@pytest.mark.captures
 def test_optimizer_states_that_a_fit_has_left_are_no_part_of_the_test_after_it(tmp_path):
     class Tested(Net):
         test_step = Net.validation_step
@@ -60,6 +64,7 @@ def test_optimizer_states_that_a_fit_has_left_are_no_part_of_the_test_after_it(t
     assert record.measured.parts["optimizer_state"] == 0
 
 
+@pytest.mark.captures
 def test_tensors_of_a_small_run_are_measured_to_the_byte_and_compared(tmp_path, caplog):
     """The process takes some MiB more: that is another figure."""
     with caplog.at_level("INFO", "lightning_memguard"):
@@ -98,6 +103,7 @@ class WithTeacher(Net):
         self.teacher = [torch.nn.Linear(2048, 2048).requires_grad_(False)]
 
 
+@pytest.mark.captures
 def test_what_the_module_holds_without_registering_it_is_measured(tmp_path):
     guard = fit(WithTeacher(), tmp_path, epochs=1)
     assert guard.records[0].error_ratio == pytest.approx(0, abs=0.005)

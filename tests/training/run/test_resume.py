@@ -17,6 +17,8 @@ from lightning_memguard.training.run import resume
 from lightning_memguard.training.run.tune import GuardSettings
 from lightning_memguard.units import KIB
 
+pytestmark = pytest.mark.usefixtures("taped")
+
 SMALL, LARGE = 60 * KIB, 400 * KIB
 
 

@@ -23,6 +23,8 @@ from lightning_memguard.report.page import DATA_NAME, PAGE_NAME
 from lightning_memguard.training.run import guarded_run, run_report
 from lightning_memguard.training.run.run_report import FOLDER, folder_of
 
+pytestmark = pytest.mark.usefixtures("taped")
+
 
 @pytest.fixture
 def loader(dataset: TensorDataset) -> DataLoader[Any]:
@@ -136,6 +138,7 @@ def test_a_validation_alone_leaves_one_too(trainer: Any, loader: DataLoader[Any]
     assert len(data["epochs"]) == 1
 
 
+@pytest.mark.captures
 def test_what_is_evaluated_after_a_fit_leaves_the_fits_report_alone(
     trainer: Any, loader: DataLoader[Any], small: Any, tmp_path: Path
 ) -> None:

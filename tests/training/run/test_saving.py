@@ -17,6 +17,8 @@ from lightning_memguard import MemGuard
 from lightning_memguard.units import MIB
 from tests.forks import on_ranks
 
+pytestmark = pytest.mark.usefixtures("taped")
+
 WEIGHTS = 4 * (1024 * 1024 + 1024) * 4
 
 
@@ -50,6 +52,7 @@ def fit(
     return trainer
 
 
+@pytest.mark.captures
 @pytest.mark.parametrize(
     ("optimizer", "settings", "states"),
     [
@@ -110,6 +113,7 @@ class SavesMore(Layers):
         checkpoint["copies"] = [{name: each.clone() for name, each in self.state_dict().items()} for _ in range(2)]
 
 
+@pytest.mark.captures
 def test_what_a_hook_makes_for_the_checkpoint_is_there_next_to_its_buffer(tmp_path: Path) -> None:
     guard = MemGuard("check", budget="1GiB")
     fit(guard, SavesMore(), ModelCheckpoint(dirpath=tmp_path))
@@ -128,6 +132,7 @@ def test_without_a_checkpoint_the_step_is_predicted(callbacks: Any) -> None:
     assert guard.decision.footprint.phase == "optimizer"
 
 
+@pytest.mark.captures
 def test_a_step_that_fits_is_not_refused_for_its_checkpoint(tmp_path: Path) -> None:
     guard = MemGuard(batch_size="largest", budget="95MiB", max_batch_size=16)
     with pytest.warns(
