@@ -13,12 +13,7 @@ from importlib.resources import files
 from pathlib import Path
 
 import pytest
-import torch
-from torch import nn
 
-from lightning_memguard.core.batch.batches import batches_from_one
-from lightning_memguard.core.capture.predict import Prediction, predict
-from lightning_memguard.core.capture.program import LoopProgram
 from lightning_memguard.core.decision.decision import Budget, Decision, Request, decide, part_words
 from lightning_memguard.core.decision.record import EpochRecord, Measured
 from lightning_memguard.core.layers.layers import Layer, LayerTable, Weight
@@ -32,6 +27,7 @@ from lightning_memguard.report import charts
 from lightning_memguard.report.page import Page, write_report
 from lightning_memguard.report.page_data import CurvePoint, Report, curve_of
 from lightning_memguard.units import GIB, KIB, MIB
+from tests import tape
 
 CUDA = AllocatorSettings()
 CPU = AllocatorSettings(kind="exact")
@@ -136,14 +132,6 @@ def random_trace(seed: int, events: int) -> Trace:
             )
             rows.append(live[-1])
     return Trace(4, "cuda", "fake", tuple(rows))
-
-
-@pytest.fixture(scope="module")
-def prediction() -> Prediction:
-    model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16 * 30 * 30, 64))
-    batch = batches_from_one(torch.zeros(8, 3, 32, 32))
-    program = LoopProgram(model, batch, lambda m, x: m(x).sum(), torch.optim.Adam, torch.device("cpu"))
-    return predict(program, 8, CPU)
 
 
 # The timeline
@@ -361,10 +349,11 @@ def test_where_the_context_was_not_seen_both_peaks_are_shown_without_it(tmp_path
     assert "hide it" not in written(FULL, tmp_path)[0].text
 
 
-def test_the_curve_has_the_chosen_and_the_requested_size(prediction):
+def test_the_curve_has_the_chosen_and_the_requested_size():
+    known = tape.read("mlp")
     budget = Budget(64 * MIB, 64 * MIB, 0, "given")
-    decision = decide(prediction.footprint_at, budget, Request(8))
-    curve = curve_of(prediction.footprint_at, decision)
+    decision = decide(known.footprint_at, budget, Request(8))
+    curve = curve_of(known.footprint_at, decision)
     sizes = [point.batch_size for point in curve]
     assert {1, 8, decision.batch_size} <= set(sizes)
     assert sizes == sorted(set(sizes))
@@ -372,10 +361,11 @@ def test_the_curve_has_the_chosen_and_the_requested_size(prediction):
     assert max(sizes) > decision.batch_size
 
 
-def test_a_traced_step_shows_its_footprint(prediction, tmp_path):
-    footprint = prediction.footprint_at(32)
+def test_a_traced_step_shows_its_footprint(tmp_path):
+    known = tape.read("mlp")
+    footprint = known.footprint_at(32)
     decision = replace(DECISION, batch_size=32, footprint=footprint)
-    _, data = written(Report("Net", decision, timeline_of(prediction.trace_at(32), CPU)), tmp_path)
+    _, data = written(Report("Net", decision, timeline_of(known.trace_at(32), CPU)), tmp_path)
     columns = list(zip(*data["timeline"]["parts_bytes"].values(), strict=True))
     assert max(map(sum, columns)) == data["footprint"]["peak_allocated_bytes"]
     assert data["timeline"]["reserved_bytes"] is None

@@ -29,6 +29,10 @@ from pytorch_lightning.demos.boring_classes import BoringModel  # noqa: E402
 from pytorch_lightning.loggers.logger import Logger  # noqa: E402
 
 from lightning_memguard import MemGuard  # noqa: E402
+from lightning_memguard.core.capture import capture  # noqa: E402
+from tests import tape  # noqa: E402
+
+capture.capture_here = tape.played
 
 
 class Scalars(Logger):

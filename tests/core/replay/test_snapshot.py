@@ -8,19 +8,15 @@ import random
 from dataclasses import replace
 
 import pytest
-import torch
 import torch.cuda._memory_viz as viz
-from torch import nn
 
-from lightning_memguard.core.batch.batches import batches_from_one
-from lightning_memguard.core.capture.predict import predict
-from lightning_memguard.core.capture.program import LoopProgram
 from lightning_memguard.core.replay.replay import replay
 from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.core.replay.snapshot import save_snapshot, snapshot
 from lightning_memguard.core.trace.trace import PARTS, Event, Trace
 from lightning_memguard.errors import MemGuardError
 from lightning_memguard.units import GIB, KIB, MIB
+from tests import tape
 
 CUDA = AllocatorSettings()
 CPU = AllocatorSettings(kind="exact")
@@ -75,13 +71,6 @@ def random_trace(seed: int, events: int = 400, most_live: int = 300 * MIB) -> Tr
         live[block] = Event("alloc", block, nbytes, chance.choice(PARTS), "forward", 0, f"m{block % 7}", "aten.mm", 0)
         written.append(live[block])
     return Trace(4, "cuda", "fake", tuple(written))
-
-
-def real_trace() -> Trace:
-    model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16 * 30 * 30, 64))
-    batch = batches_from_one(torch.zeros(8, 3, 32, 32))
-    program = LoopProgram(model, batch, lambda m, x: m(x).sum(), torch.optim.Adam, torch.device("cpu"))
-    return predict(program, 32, CPU).trace_at(32)
 
 
 def checked(taken: dict) -> tuple[int, int]:
@@ -151,7 +140,7 @@ def test_segments_that_came_and_went_are_in_it():
 
 @pytest.mark.parametrize("settings", [CPU, CUDA], ids=["cpu", "cuda"])
 def test_a_traced_step_comes_to_its_footprint(settings: AllocatorSettings):
-    trace = real_trace()
+    trace = tape.read("cnn_gpu").trace_at(32).only("point")
     expected = replay(trace, settings)
     assert checked(snapshot(trace, settings)) == (expected.peak_allocated_bytes, expected.peak_reserved_bytes)
 
