@@ -178,6 +178,16 @@ def tuned() -> Callable[..., Tuning]:
 
 
 @pytest.fixture
+def decided(tuned: Callable[..., Tuning], trainer: Callable[..., pl.Trainer]) -> Callable[..., Decision]:
+    """The decision for a run that starts; ``settings`` are its Trainer's, and all else is the guard's."""
+
+    def run(data: Any, settings: dict[str, Any] | None = None, module: Any = None, **guard: Any) -> Decision:
+        return tuned(trainer(**(settings or {})), module or Small(), data, **{"batch_size": "auto", **guard}).decision
+
+    return run
+
+
+@pytest.fixture
 def as_measured(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Decision]:
     """A run is predicted; then it runs unguarded, and PyTorch's profiler sees the same peak within 0.1 %.
 

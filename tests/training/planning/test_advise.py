@@ -33,11 +33,12 @@ from lightning_memguard.training.adapter.program import LightningProgram
 from lightning_memguard.training.planning import advise as advise_module
 from lightning_memguard.training.planning import remedies as remedies_module
 from lightning_memguard.training.planning.advise import AdviceReport, try_remedies
-from lightning_memguard.training.planning.remedies import BlockCost, EightBitAdam, cheapest
+from lightning_memguard.training.planning.remedies import BlockCost, EightBitAdam, Remedy, cheapest
 from lightning_memguard.training.planning.search import largest_that_runs, with_retries
 from lightning_memguard.training.planning.subject import trainer_for
 from lightning_memguard.training.run import choose as choose_module
 from lightning_memguard.units import KIB, MIB
+from tests import tape
 
 pytestmark = pytest.mark.usefixtures("all_here")
 
@@ -118,9 +119,14 @@ def tried(
         return try_remedies(prediction, size, Budget(need, int(need * share), 0, "given"), **options)
 
 
+def considered(program: Any, size: int = SIZE) -> list[tuple[Remedy, ...]]:
+    """What would be tried, which only how many blocks are checkpointed depends on a prediction for."""
+    return remedies_module.families_for(Prediction(program, tape.read("fit")), size)
+
+
 def offered(program: Any, size: int = SIZE) -> set[str]:
     """The names of all that would be tried."""
-    return {remedy.name for family in remedies_module.families_for(known(program, size), size) for remedy in family}
+    return {remedy.name for family in considered(program, size) for remedy in family}
 
 
 def by_name(found: AdviceReport) -> dict[str, Advice]:
@@ -145,7 +151,7 @@ def test_remedies_are_tried_from_what_changes_the_training_least(device: str, mi
     order.insert(mixed, "bf16-mixed")
     order.insert(0, "activations on ")
     order += ["8-bit optimizer states"] * eight_bit + ["Adafactor", "bf16-true", "SGD", "freezing all but head"]
-    names = [family[0].name for family in remedies_module.families_for(known(program_of(frozen(), device)), SIZE)]
+    names = [family[0].name for family in considered(program_of(frozen(), device))]
     assert all(name.startswith(expected) for name, expected in zip(names, order, strict=True)), names
 
 
@@ -500,12 +506,14 @@ def test_the_error_says_what_would_make_it_fit(refused: Any) -> None:
     assert "smaller model" not in text  # the rule of thumb is for where there is no better advice
 
 
-def test_advising_that_fails_does_not_hide_the_error(refused: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_advising_that_fails_does_not_hide_the_error(
+    refused: Any, taped: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise ZeroDivisionError
 
     monkeypatch.setattr(advise_module, "try_remedies", fail)
-    error = refused(3000 * KIB)
+    error = refused(20 * KIB)
     assert error.advice == ()
     assert "The largest part is " in str(error)
     assert "What would make it fit" not in str(error)

@@ -11,7 +11,6 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
 
 from lightning_memguard import MemGuard
-from lightning_memguard.core.decision.decision import Decision
 from lightning_memguard.training.data.set_sizes import _passes_size, is_kept_as_one, sets_its_size
 from lightning_memguard.units import KIB
 
@@ -22,14 +21,6 @@ SETTINGS: Any = {"batch_size": 1}
 
 def data(count: int) -> TensorDataset:
     return TensorDataset(torch.randn(count, 16), torch.zeros(count, dtype=torch.long))
-
-
-@pytest.fixture
-def decided(tuned: Any, trainer: Any, small: Any) -> Any:
-    def run(data: Any, settings: dict[str, Any] | None = None, module: Any = None, **guard: Any) -> Decision:
-        return tuned(trainer(**(settings or {})), module or small(), data, **{"batch_size": "auto", **guard}).decision
-
-    return run
 
 
 class Data(pl.LightningDataModule):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -35,14 +36,8 @@ class Endless(IterableDataset[Any]):
 
 
 @pytest.fixture
-def decided(trainer: Any, small: Any) -> Any:
-    def run(loader: Any, settings: dict[str, Any] | None = None, **guard: Any) -> Decision:
-        made = MemGuard(**{"batch_size": "largest", "min_steps_per_epoch": 50, **guard})
-        trainer(made, **(settings or {})).fit(small(), loader)
-        assert made.decision is not None
-        return made.decision
-
-    return run
+def decided(decided: Any) -> Any:
+    return functools.partial(decided, batch_size="largest", min_steps_per_epoch=50)
 
 
 @pytest.mark.parametrize(
