@@ -17,6 +17,8 @@ from torch.utils.data import DataLoader
 
 from lightning_memguard import LengthBatchSampler, MemGuard, MemGuardError
 
+pytestmark = pytest.mark.usefixtures("taped")
+
 SIZES = {32: 20, 64: 10, 128: 5}
 LENGTHS = [1 + 37 * place % 128 for place in range(300)]
 

@@ -14,6 +14,8 @@ from torch import nn
 from lightning_memguard import MemGuard
 from lightning_memguard.training.data.sizes_elsewhere import held_elsewhere
 
+pytestmark = pytest.mark.usefixtures("taped")
+
 BATCH_SIZE = 64
 
 

@@ -153,6 +153,7 @@ class OwnLoader(Sized):
         self.size_while_training = self.hparams_initial["batch_size"]
 
 
+@pytest.mark.captures
 def test_a_module_that_makes_its_own_loader_and_layers(trainer: Any) -> None:
     module, guard = OwnLoader(), MemGuard(batch_size="largest", max_batch_size=20)
     trainer(guard).fit(module)
@@ -489,6 +490,7 @@ def test_a_step_that_returns_none(trainer: Any, dataset: TensorDataset) -> None:
     assert "no backward pass" in " ".join(guard.decision.footprint.notes)
 
 
+@pytest.mark.captures
 def test_a_loss_that_is_not_a_number(trainer: Any, dataset: TensorDataset) -> None:
     class Lost(Sized):
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
