@@ -112,6 +112,7 @@ def test_a_loader_that_follows_the_size_of_its_module_is_as_decided() -> None:
     assert module.seen == [48, 48, 24]  # the module's size is 48: half of it is the hook's own wish
 
 
+@pytest.mark.captures
 @pytest.mark.filterwarnings("ignore:MemGuard")
 def test_gradients_are_not_accumulated_over_smaller_batches_of_its_own() -> None:
     steps = list[int]()
