@@ -172,7 +172,7 @@ ALIKE = {
     "lightning_memguard.core.capture.kernel_scratch.this_cpu": lambda threads: CpuTarget(1),
     "lightning_memguard.core.kernels.cudnn.workspaces": lambda *_: None,
     "lightning_memguard.core.simulation.sdpa.cudnn_version": lambda: 0,
-    "lightning_memguard.training.run.profile.process_bytes": lambda *_: NOTHING,
+    "lightning_memguard.training.run.reading.process_bytes": lambda *_: NOTHING,
 }
 
 
