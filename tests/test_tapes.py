@@ -33,11 +33,12 @@ def assert_equal(curve: Curve, back: Curve) -> None:
 @pytest.mark.parametrize("name", record.TAPES)
 def test_a_tape_is_what_is_captured_today(name: str) -> None:
     """If that is meant to change, `make tapes` makes them anew."""
-    curve = record.record(name)
-    lines = tape.lines_of(curve)
+    found = record.record(name)
+    lines = tape.lines_of(found)
     kept = gzip.decompress((tape.FOLDER / f"{name}.jsonl.gz").read_bytes()).decode().splitlines()
     assert next(tape.differences([*map(tape.placeless, lines)], kept), "") == ""
-    assert_equal(curve, tape.value_of(lines))
+    if isinstance(found, Curve):
+        assert_equal(found, tape.value_of(lines))
 
 
 @pytest.mark.long

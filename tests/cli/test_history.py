@@ -13,6 +13,8 @@ from lightning_memguard.cli.main import BAD_USE, FITS, main
 from lightning_memguard.core.device.measurements import Measurement, Setting, Store, learned_from
 from lightning_memguard.training.planning import subject
 
+pytestmark = pytest.mark.usefixtures("taped")
+
 RENTED = Setting("Tesla T4", "570.86.15", "2.13.0+cu130", "13.0", "91900", "")
 PLAN = ["plan", "torch.nn:Linear", "--args", "in_features=512", "out_features=512", "--input-shape", "64,512"]
 PLAN += ["--target-shape", "64,512:float32", "--optimizer", "torch.optim.Adam", "--device"]

@@ -20,11 +20,12 @@ from lightning_memguard import MemGuard
 from lightning_memguard.core import gpus
 from lightning_memguard.core.batch.batches import batches_from_one
 from lightning_memguard.core.capture.curve import Curve
-from lightning_memguard.core.capture.predict import Surveyor, predict
+from lightning_memguard.core.capture.predict import Surveyor, capture, predict
 from lightning_memguard.core.capture.program import LoopProgram
 from lightning_memguard.core.range import NOTHING, Range
 from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.core.trace.scratch import CpuTarget
+from lightning_memguard.core.trace.trace import Trace
 from lightning_memguard.training.planning.subject import predicted, subject_of
 from lightning_memguard.training.planning.target import target_of
 from lightning_memguard.training.run.tune import tune
@@ -144,7 +145,25 @@ class Lstm(nn.Module):
         return self.head(self.lstm(x)[0][:, -1])
 
 
-TAPES: dict[str, Callable[[], Curve]] = {
+class Words(nn.Module):
+    """Its kernels change their ways between 438 and 439 samples of seven words: more than 3072 are sorted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.norm, self.head = nn.Embedding(50, 16), nn.LayerNorm(16), nn.Linear(16, 8)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.table(words)))
+
+
+def of_words(precision: str) -> dict[int, Trace]:
+    """Captures at small sizes and large ones, each by itself."""
+    batches, how = batches_from_one(torch.zeros(4, 7, dtype=torch.long)), (torch.optim.SGD, torch.device("cuda"))
+    program = LoopProgram(Words(), batches, plain, *how, precision, gpu=GPU)
+    return {size: capture(program, size, "fake") for size in (1, 4, 8, 16, 438, 439, 4096)}
+
+
+TAPES: dict[str, Callable[[], Any]] = {
     "fit": lambda: of_fit("step"),
     "fit_accumulating": lambda: of_fit("accumulating"),
     "fit_validation": lambda: of_fit("validation"),
@@ -156,11 +175,13 @@ TAPES: dict[str, Callable[[], Curve]] = {
     "masked": lambda: of_loop(masked, drawn=True),
     "by_value": lambda: of_loop(by_value, drawn=True),
     "by_sample": lambda: of_loop(by_sample),
+    "words_gpu": lambda: of_words("32-true"),
+    "words_bf16_gpu": lambda: of_words("bf16-mixed"),
     "fails": lambda: of_loop(fails),
 }
 
 
-def record(name: str) -> Curve:
+def record(name: str) -> Any:
     """Capture what a tape has, in this process, as any machine would."""
     with ExitStack() as patches:
         for path, function in (IN_THIS_PROCESS | ALIKE).items():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -22,6 +21,7 @@ from lightning_memguard.core.trace.growth import extrapolate, grow
 from lightning_memguard.core.trace.scratch import Scratch
 from lightning_memguard.core.trace.trace import CASES, Event, Kernel, ScratchSpan, Trace, moments_of, scratch_events
 from lightning_memguard.errors import CannotTraceError
+from tests import tape
 
 
 def trace_at(batch_size: int, *nbytes: int) -> Trace:
@@ -319,49 +319,23 @@ def test_whatever_sizes_were_captured_growth_is_a_capture_at_any_other(sizes: se
 # A real step, on a GPU that is not here
 
 
-class Words(nn.Module):
-    """Its kernels change their ways between the sizes captured and those asked for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(50, 16)
-        self.norm = nn.LayerNorm(16)
-        self.head = nn.Linear(16, 8)
-
-    def forward(self, words: torch.Tensor) -> torch.Tensor:
-        return self.head(self.norm(self.table(words)))
-
-
-def words_at(n: int, **options: Any) -> Trace:
-    program = LoopProgram(
-        Words(),
-        batches_from_one(torch.zeros(4, 7, dtype=torch.long)),
-        lambda model, words: model(words).square().mean(),
-        torch.optim.SGD,
-        torch.device("cuda"),
-        gpu=gpus.find("NVIDIA H200"),
-        **options,
-    )
-    return capture(program, n, "fake")
-
-
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_growth_from_a_few_samples_is_a_capture_of_thousands(precision: str) -> None:
+@pytest.mark.parametrize("name", ["words_gpu", "words_bf16_gpu"])
+def test_growth_from_a_few_samples_is_a_capture_of_thousands(name: str) -> None:
     """Seven words a sample: from 439 samples on there are more than 3072, and their gradients are sorted."""
-    growth = grow([words_at(n, precision=precision) for n in (4, 8, 16)])
+    captured = tape.read(name)
+    growth = grow([captured[n] for n in (4, 8, 16)])
     for n in (1, 438, 439, 4096):
-        grown, real = growth.at(n), words_at(n, precision=precision)
-        assert grown.events == real.events
-        assert grown.scratch_spans == real.scratch_spans
-        assert grown.kernels == real.kernels
+        assert growth.at(n).events == captured[n].events
+        assert growth.at(n).scratch_spans == captured[n].scratch_spans
+        assert growth.at(n).kernels == captured[n].kernels
 
 
 def test_those_thousands_take_scratch_that_a_few_do_not() -> None:
     """So that the test above can fail."""
 
     def sorts(n: int) -> bool:
-        operator = "aten.embedding_dense_backward.default"
-        return any(e.operator == operator and e.nbytes > 7 * n * 8 for e in words_at(n) if e.part == "workspaces")
+        operator, events = "aten.embedding_dense_backward.default", tape.read("words_gpu")[n]
+        return any(e.operator == operator and e.nbytes > 7 * n * 8 for e in events if e.part == "workspaces")
 
     assert not sorts(438)
     assert sorts(439)
