@@ -63,7 +63,6 @@ IN_CHILDREN = {
         "test_nothing_moves.py",
         "test_nothing_touched.py",
         "test_kept_budget.py",
-        "test_host.py",
         "test_tune.py",
         "test_workers.py",
     ),

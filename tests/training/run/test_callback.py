@@ -17,7 +17,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memguard import DoesNotFitError, MemGuard, MemGuardError
 from lightning_memguard.training.run.guarded_run import GuardedRun
@@ -355,14 +355,6 @@ def test_records_and_metrics_once_an_epoch(trainer: Any, dataset: TensorDataset)
     assert {"memguard/predicted_peak_gib", "memguard/actual_peak_gib"} <= fit.callback_metrics.keys()
 
 
-def test_without_a_logger_nothing_breaks(trainer: Any, dataset: TensorDataset) -> None:
-    guard = MemGuard(mode="check")
-    trainer(guard, barebones=False, fast_dev_run=True).fit(
-        Sized(), train_dataloaders=DataLoader(dataset, batch_size=50)
-    )
-    assert len(guard.records) == 1
-
-
 def test_the_trainer_gets_its_own_data_source_back(trainer: Any, dataset: TensorDataset) -> None:
     """A second fit without the guard's choice trains at the loader's own size."""
     guard, module = MemGuard(batch_size="largest", max_batch_size=50), Sized()
@@ -392,6 +384,11 @@ def test_the_trainer_gets_its_own_data_source_back(trainer: Any, dataset: Tensor
         ({"min_batch_size": 8, "max_batch_size": 4}, "min_batch_size=8 is above max_batch_size=4"),
         ({"multiple_of": 0}, "multiple_of=0 is not a count"),
         ({"mode": "guess"}, "mode='guess' is unknown"),
+        ({"batch_size": "fast"}, "batch_size='fast' is unknown"),
+        ({"prefer": "smallest_fast"}, r'prefer=.* is gone: pass batch_size="largest" or "fastest"'),
+        ({"keep_effective_batch_size": "if smaller"}, "pass a number of samples, 'if_smaller' or None"),
+        ({"host_budget": 64}, "host_budget=64 is 64 bytes"),
+        *[({"min_steps_per_epoch": wrong}, "min_steps_per_epoch=.* is not a count") for wrong in (0, -1, 1.5, "50")],
     ],
 )
 def test_settings_out_of_range(settings: dict[str, Any], message: str) -> None:
@@ -402,43 +399,6 @@ def test_settings_out_of_range(settings: dict[str, Any], message: str) -> None:
 def test_a_budget_beyond_the_device_is_warned_of(trainer: Any, dataset: TensorDataset) -> None:
     with pytest.warns(UserWarning, match="TiB"):
         trainer(MemGuard("check", budget="900TiB")).fit(Sized(), train_dataloaders=DataLoader(dataset, batch_size=50))
-
-
-class Buckets(BatchSampler):
-    """Made its batches beforehand, as samplers that sort by length do."""
-
-    def __init__(self, *settings: Any) -> None:
-        super().__init__(*settings)
-        self.plan = list(super().__iter__())
-
-    def __iter__(self) -> Any:
-        return iter(self.plan)
-
-
-def test_a_loader_that_cannot_be_resized_is_predicted_and_kept(trainer: Any, dataset: TensorDataset) -> None:
-    module, guard = Sized(), MemGuard(batch_size="largest")
-    loader = DataLoader(dataset, batch_sampler=Buckets(range(100), 25, False))  # type: ignore[arg-type]
-    with pytest.warns(UserWarning, match="a batch sampler of its own"):
-        trainer(guard).fit(module, train_dataloaders=loader)
-    assert sizes_seen(module) == [25] * 4
-    assert guard.decision is not None
-    assert (guard.decision.outcome, guard.decision.batch_size) == ("kept", 25)
-    assert len(guard.records) == 1
-
-
-def test_what_is_not_a_torch_loader_is_not_changed(trainer: Any) -> None:
-    module, guard = Sized(), MemGuard(batch_size="largest")
-    batches = [(torch.randn(6, 16), torch.randint(0, 4, (6,)))] * 2
-
-    class Feed:
-        def __iter__(self) -> Any:
-            return iter(batches)
-
-    with pytest.warns(UserWarning, match="not a torch DataLoader"):
-        trainer(guard).fit(module, train_dataloaders=Feed())
-    assert sizes_seen(module) == [6, 6]
-    assert guard.decision is not None
-    assert (guard.decision.outcome, guard.decision.batch_size) == ("kept", 6)
 
 
 def test_an_empty_dataset(trainer: Any) -> None:

@@ -13,7 +13,7 @@ from pytorch_lightning.callbacks import GradientAccumulationScheduler
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_memguard import Decision, MemGuard, MemGuardError
+from lightning_memguard import Decision, MemGuard
 from lightning_memguard.core.capture.capture import OutOfTimeError
 from lightning_memguard.training.run import choose
 from lightning_memguard.training.run.profile import RunProfile
@@ -176,8 +176,3 @@ def test_who_asks_for_smaller_steps_has_them(fit: Fit, limits: dict[str, Any]) -
     assert decided(guard).batch_size < 600
     assert decided(guard).accumulate_grad_batches == 1
     assert not told
-
-
-def test_another_word_is_refused() -> None:
-    with pytest.raises(MemGuardError, match="'if smaller' is unknown; pass a number of samples, 'if_smaller' or None"):
-        MemGuard(keep_effective_batch_size="if smaller")  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from lightning_memguard import Decision, MemGuard, MemGuardError
+from lightning_memguard import Decision, MemGuard
 from lightning_memguard.units import share_of
 from tests.long import long_but
 
@@ -184,9 +184,3 @@ def test_a_run_goes_on_at_the_size_of_its_checkpoint(trainer: Any, small: Any, t
     trainer(guard, max_epochs=2).fit(small(), DataLoader(data(100), 4), ckpt_path=tmp_path / "last.ckpt")
     assert guard.decision is not None
     assert (guard.decision.batch_size, guard.decision.limited_by) == (100, "checkpoint")
-
-
-@pytest.mark.parametrize("wrong", [0, -1, 1.5, "50"])
-def test_a_number_of_steps_is_a_count(wrong: Any) -> None:
-    with pytest.raises(MemGuardError, match=r"min_steps_per_epoch=.* is not a count"):
-        MemGuard(batch_size="largest", min_steps_per_epoch=wrong)

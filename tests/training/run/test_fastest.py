@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from lightning_memguard import MemGuard, MemGuardError
 from lightning_memguard.core.decision.decision import Request
 from lightning_memguard.core.replay.seconds import Speed
 from lightning_memguard.training.facts.ranks import Attempt
@@ -87,13 +86,6 @@ def test_ranks_that_find_other_sizes_take_the_smallest_and_look_no_further(
     decision, _ = choose(profile, Two(size=2), Planner())  # type: ignore[arg-type]
     assert (decision.batch_size, decision.limited_by) == (32, "time")
     assert [each.prefers_fast for each in asked] == [True, False]
-
-
-def test_an_unknown_choice_is_refused() -> None:
-    with pytest.raises(MemGuardError, match="batch_size='fast' is unknown"):
-        MemGuard(batch_size="fast")  # type: ignore[arg-type]
-    with pytest.raises(MemGuardError, match=r'prefer=.* is gone: pass batch_size="largest" or "fastest"'):
-        MemGuard(prefer="smallest_fast")
 
 
 def test_the_speed_of_this_machine_is_measured_in_a_child_on_all_threads() -> None:

@@ -12,7 +12,7 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_memguard import MemGuard, MemGuardError
+from lightning_memguard import MemGuard
 from lightning_memguard.core.decision.decision import Budget
 from lightning_memguard.core.device.host import MemoryInfo
 from lightning_memguard.report.decision_table import setup_text
@@ -20,6 +20,8 @@ from lightning_memguard.training.data import workers
 from lightning_memguard.training.run import reading
 from lightning_memguard.units import GIB, MIB
 from tests.forks import on_ranks
+
+pytestmark = pytest.mark.usefixtures("taped")
 
 FEATURES = 64 * 1024  # 256 KiB a sample
 
@@ -147,8 +149,3 @@ def test_each_rank_of_a_host_has_its_share(monkeypatch: pytest.MonkeyPatch) -> N
     given, _ = workers.host_budgets(facts, 6 * GIB, 0.0)
     assert given is not None
     assert (given.free_bytes, given.source) == (6 * GIB, "given")
-
-
-def test_a_host_budget_in_kilobytes_is_a_mistake() -> None:
-    with pytest.raises(MemGuardError, match="host_budget=64 is 64 bytes"):
-        MemGuard(batch_size="largest", host_budget=64)

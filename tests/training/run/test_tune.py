@@ -189,6 +189,7 @@ def test_validation_that_cannot_run_is_said_to_be_unknown(
     assert decision.reason.endswith("Validation is not included: what it takes is unknown.")
 
 
+@pytest.mark.usefixtures("taped")
 def test_a_check_says_why_nothing_changed_and_whether_it_could_have(
     trainer: Any, small: Any, dataset: TensorDataset, tuned: Any
 ) -> None:
@@ -244,6 +245,7 @@ def test_a_sentence_is_in_the_table_or_in_a_warning_and_never_in_both(
     assert printed.count(guard.decision.reason) == 0
 
 
+@pytest.mark.usefixtures("taped")
 def test_where_nothing_is_to_be_done_the_table_explains_and_nothing_warns(
     trainer: Any, small: Any, dataset: TensorDataset, caplog: pytest.LogCaptureFixture
 ) -> None:
