@@ -31,6 +31,7 @@ from lightning_memguard.training.planning.target import target_of
 from lightning_memguard.training.run.tune import tune
 from tests import tape
 from tests.training.conftest import Small
+from tests.training.planning.test_advise import Stacked, known, program_of
 from tests.training.quiet import quiet_trainer
 from tests.warm import IN_THIS_PROCESS
 
@@ -67,6 +68,11 @@ def of_plan(device: str) -> Curve:
     torch.manual_seed(0)
     subject = subject_of(Small(), (torch.randn(8, 16), torch.zeros(8, dtype=torch.long)))
     return predicted(subject, target_of(device), scalable=True).curve
+
+
+def of_blocks() -> Curve:
+    """A step of three blocks, at one batch size."""
+    return known(program_of(Stacked())).curve
 
 
 class Drawn:
@@ -168,6 +174,7 @@ TAPES: dict[str, Callable[[], Any]] = {
     "fit_accumulating": lambda: of_fit("accumulating"),
     "fit_validation": lambda: of_fit("validation"),
     "fit_gpu": lambda: of_plan("T4"),
+    "blocks": of_blocks,
     "mlp": lambda: of_loop(plain),
     "cnn_gpu": lambda: of_loop(plain, cnn(), batch=torch.ones(16, 3, 16, 16), on_gpu=True),
     "gpt_gpu": lambda: of_loop(lambda model, x: model(x), Gpt(), batch=torch.zeros(16, 32).long(), on_gpu=True),

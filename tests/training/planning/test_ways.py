@@ -62,7 +62,7 @@ def test_what_is_offered_is_what_a_prediction_of_it_says(tight: Ways) -> None:
     assert way.footprint.step_seconds == expected.step_seconds
 
 
-def test_a_device_for_which_nothing_fits_is_named() -> None:
+def test_a_device_for_which_nothing_fits_is_named(taped: None) -> None:
     with pytest.raises(MemGuardError, match="divides 7 samples"):
         find_ways(subject(), 7, ["T4"], Limits(multiple_of=2))
     found = find_ways(subject(), 8, ["T4"], Limits(budget_bytes=100 * MIB))
@@ -76,7 +76,7 @@ def test_a_step_that_cannot_run_is_an_error() -> None:
         find_ways(subject_of(torch.nn.Linear(4, 3), torch.zeros(8, 4), training=False), 8, ["T4"])
 
 
-def test_several_devices_train_by_each_strategy_of_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_devices_train_by_each_strategy_of_theirs(taped: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ways_module, "shardings_for", lambda *asked: [*shardings_for(*asked)][::2][:2])
     settings = {"strategy": "fsdp", "devices": 2}
     found = find_ways(
@@ -87,7 +87,7 @@ def test_several_devices_train_by_each_strategy_of_theirs(monkeypatch: pytest.Mo
     assert {way.changes[0] for way in found} <= {"DDP", "FSDP"}
 
 
-def test_a_plain_module_is_planned_from_python() -> None:
+def test_a_plain_module_is_planned_from_python(taped: None) -> None:
     model = torch.nn.Linear(64, 64)
     found = ways_to_train(model, torch.zeros(8, 64), 32, devices=["T4"], step=lambda m, x: m(x).sum())
     assert all(isinstance(way, TrainingWay) and way.samples == 32 for way in found)
