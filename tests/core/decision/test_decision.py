@@ -25,6 +25,7 @@ from lightning_memguard.core.replay.footprint import Footprint, Peak
 from lightning_memguard.core.trace.trace import OPTIONAL_PARTS, PARTS
 from lightning_memguard.errors import DoesNotFitError, MemGuardError
 from lightning_memguard.units import GIB
+from tests import tape
 
 
 def footprints(peak_bytes: Callable[[int], int]) -> Callable[[int], Footprint]:
@@ -68,6 +69,18 @@ def test_a_flat_stretch_before_the_steep_one_misleads_nobody():
     """Optimizer state alone makes the peak up to 50 samples; a line through the first sizes would promise any size."""
     kinked = footprints(lambda n: max(1000, 20 * n))
     assert chosen(1300, kinked).batch_size == 65
+
+
+@pytest.mark.parametrize("name", ["mlp", "masked", "cnn_gpu", "lstm_gpu", "gpt_gpu"])
+def test_of_a_real_step_what_is_chosen_fits_at_most_and_one_more_sample_does_not(name):
+    """Also where it has a range, and kernels that change their ways between the sizes."""
+    known = tape.read(name)
+    at_300 = known.footprint_at(300)
+    assert at_300.lowest.device_bytes <= at_300.peak_device_bytes <= at_300.highest.device_bytes
+    size = chosen(at_300.most_device_bytes, known.footprint_at).batch_size
+    assert size >= 300
+    assert known.footprint_at(size).most_device_bytes <= at_300.most_device_bytes
+    assert known.footprint_at(size + 1).most_device_bytes > at_300.most_device_bytes
 
 
 def test_a_decision_carries_the_footprint_at_its_size_and_the_budget():
