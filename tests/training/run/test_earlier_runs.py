@@ -17,7 +17,6 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memguard import MemGuard
-from lightning_memguard.core.capture import capture
 from lightning_memguard.core.decision import record
 from lightning_memguard.core.decision.decision import Decision, Limits
 from lightning_memguard.core.decision.record import Measured
@@ -30,7 +29,6 @@ from lightning_memguard.report.page_data import Report
 from lightning_memguard.training.planning.plan import plan_on
 from lightning_memguard.training.planning.subject import subject_of
 from lightning_memguard.training.run import earlier_runs, reading
-from tests import tape
 from tests.forks import CONTEXT
 
 pytestmark = pytest.mark.usefixtures("taped")
@@ -275,7 +273,6 @@ def _fit_often(number: int, folder: Path) -> None:
     reading.process_bytes = lambda *_: NOTHING  # type: ignore[assignment]
     PeakMeter.read = made.measured  # type: ignore[method-assign]
     record._OBJECTS_BYTES = 0
-    capture.capture_here = tape.played
     for size in (8, 16):
         made.fit("check", size=size)
 
