@@ -23,6 +23,8 @@ from lightning_memguard.errors import CannotTraceError
 from lightning_memguard.training.run import choose, epochs
 from lightning_memguard.units import MIB
 
+pytestmark = pytest.mark.usefixtures("taped")
+
 
 @pytest.fixture(autouse=True)
 def _with_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,6 +75,7 @@ def failing_from(size: int) -> Any:
     return epoch_of
 
 
+@pytest.mark.captures
 def test_the_epoch_is_replayed_with_the_batches_that_the_data_gives():
     footprint = decided(OfTexts([30, 70, 50, 200, 120, 90, 10, 44] * 3)).footprint
     assert footprint.epoch.run.steps == 12  # of the run
