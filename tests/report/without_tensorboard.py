@@ -32,8 +32,6 @@ from lightning_memguard import MemGuard  # noqa: E402
 from lightning_memguard.core.capture import capture  # noqa: E402
 from tests import tape  # noqa: E402
 
-capture.capture_here = tape.played
-
 
 class Scalars(Logger):
     """A logger that takes scalars; the class below also takes what Comet takes."""
@@ -97,6 +95,7 @@ def fit(name, logger, folder):
 
 if __name__ == "__main__":
     logging.disable(logging.CRITICAL)
+    capture.capture_here = tape.played
     folder = Path(sys.argv[1])
     loggers = {
         "csv": pl.loggers.CSVLogger(folder / "csv"),
