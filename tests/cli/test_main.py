@@ -363,6 +363,7 @@ def test_a_lightning_cli_config_is_read_with_its_optimizer_and_trainer(capsys, p
 
 
 @INSTALLED
+@pytest.mark.captures
 @pytest.mark.long  # as tests/training/planning/test_on_ranks.py
 def test_a_plan_on_several_nodes_is_that_of_a_rank_and_of_all(capsys) -> None:
     on_sixteen = ("--strategy", "deepspeed_stage_2", "--devices-per-node", "8", "--num-nodes", "2")
