@@ -130,15 +130,11 @@ def test_the_parts_are_those_of_the_likely_case():
 
 def test_certain_scratch_beside_the_unknown_is_in_all_three():
     found = footprint(with_scratch((50, Range(1, 2, 3))), EXACT)
-    assert found.low is not None
-    assert found.high is not None
     assert (found.low.allocated_bytes, found.peak_allocated_bytes, found.high.allocated_bytes) == (1051, 1052, 1053)
 
 
 def test_a_context_of_unknown_size_is_added_to_each_peak():
     found = footprint(with_scratch(Range(0, 300, 900)), EXACT, context_bytes=Range(10, 20, 40))
-    assert found.low is not None
-    assert found.high is not None
     assert (found.low.device_bytes, found.peak_device_bytes, found.high.device_bytes) == (1010, 1320, 1940)
     assert (found.low.reserved_bytes, found.high.reserved_bytes) == (1000, 1900)
 
@@ -169,8 +165,6 @@ def test_bounds_never_cross_the_point(scratch, settings):
     """A larger block can leave a smaller reserve, so that the cases need not come out in order by themselves."""
     found = footprint(with_scratch(*scratch, model=3 * MIB), settings, context_bytes=Range(1, 2, 3))
     low, high = found.low, found.high
-    assert low is not None
-    assert high is not None
     assert low.allocated_bytes <= found.peak_allocated_bytes <= high.allocated_bytes
     assert low.reserved_bytes <= found.peak_reserved_bytes <= high.reserved_bytes
     assert low.device_bytes < found.peak_device_bytes < high.device_bytes
@@ -206,11 +200,9 @@ def test_a_workspace_that_has_other_sizes_is_not_held_against_a_budget():
     """PyTorch takes another plan of cuDNN where the largest does not fit."""
     certain, other = Range(0, 30 * MIB, 90 * MIB), Plans(Range(0, 20 * MIB, 50 * MIB), (20 * MIB, 0))
     found = footprint(with_scratch(other, model=40 * MIB), CUDA)
-    assert found.high is not None
     assert found.high.allocated_bytes == 90 * MIB
     assert found.most_device_bytes == found.peak_device_bytes == 60 * MIB
     both = footprint(with_scratch((certain, other), model=40 * MIB), CUDA)
-    assert both.high is not None
     assert (both.high.allocated_bytes, both.most_device_bytes) == (180 * MIB, 150 * MIB)
 
 
@@ -237,7 +229,6 @@ def test_a_workspace_of_the_first_forward_pass_is_a_scenario_of_its_own():
     found = footprint(trace, CUDA)
     assert found.peak_reserved_bytes == 120 * MIB  # 20, 40 and 60
     less = int(LESS_CACHED * found.peak_allocated_bytes)
-    assert found.low is not None
     assert found.low.reserved_bytes == 80 * MIB - less  # 40 are cut from 60, which then serve 60
 
 
@@ -273,8 +264,6 @@ def test_addresses_that_the_driver_may_give_in_another_order_are_in_the_range():
     for settings in (CUDA, replace(CUDA, segments_descend=False)):
         found = footprint(trace, settings)
         likely.append(found.peak_reserved_bytes // MIB)
-        assert found.low is not None
-        assert found.high is not None
         more = int(MORE_CACHED * 120 * MIB)
         assert (found.low.reserved_bytes, found.high.reserved_bytes) == (120 * MIB, 200 * MIB + more)
     assert likely == [200, 120]

@@ -31,8 +31,6 @@ def learned(**measured: float) -> Learned:
 def test_near_a_measured_size_the_whole_error_is_corrected_and_the_range_is_narrow() -> None:
     found = learned(n64=1.1).corrected(predicted(70))
     assert (found.peak_device_bytes, found.peak_reserved_bytes, found.peak_allocated_bytes) == (1320, 1120, 900)
-    assert found.low is not None
-    assert found.high is not None
     assert 0.94 * 1320 < found.low.device_bytes < 1320 < found.high.device_bytes < 1.06 * 1320
     assert found.correction_bytes == 120
     assert found.learned_from == "1 earlier run on this GPU"
@@ -75,8 +73,6 @@ def test_a_range_always_brackets_its_point() -> None:
     for share in (0.3, 0.8, 1.0, 1.3, 3.0):
         for size in (1, 20, 40, 50, 60, 64, 70, 90, 120, 180, 1000):
             found = learned(n64=share).corrected(predicted(size))
-            assert found.low is not None
-            assert found.high is not None
             assert found.low.device_bytes <= found.peak_device_bytes <= found.high.device_bytes
             assert sum(found.parts.values()) == found.peak_allocated_bytes <= found.peak_reserved_bytes
             assert min(found.parts.values()) >= 0
@@ -91,8 +87,6 @@ def test_less_than_is_allocated_takes_scratch_first() -> None:
 
 def test_an_exact_prediction_gets_a_range_once_it_was_measured() -> None:
     found = learned(n64=1.02).corrected(Footprint(64, "cuda", 900, 1000, 1200, PARTS))
-    assert found.low is not None
-    assert found.high is not None
     assert found.low.device_bytes < 1224 < found.high.device_bytes
 
 

@@ -470,7 +470,6 @@ def planned(model: Any = None, batch: Any = IMAGES, device: str = "NVIDIA H200",
     assert tuple(found.parts) == PARTS
     assert sum(found.parts.values()) == found.peak_allocated_bytes <= found.peak_reserved_bytes
     gpu = target_of(device).gpu
-    assert gpu is not None
     assert found.outside_bytes == gpu.context_bytes.likely
     assert found.low.device_bytes < found.peak_device_bytes < found.high.device_bytes
     assert found.most_device_bytes == found.high.device_bytes - found.yielding_bytes

@@ -78,7 +78,6 @@ def test_deepspeed_is_planned_by_name(name: str, parameters: float, states: floa
 def test_a_plan_counts_all_ranks(taped: None) -> None:
     subject = on_ranks(subject_of(Deep(), BATCH), "deepspeed_stage_2", devices=4, nodes=2)
     plan = plan_on(subject, "T4", Limits(max_batch_size=512))
-    assert plan.largest is not None
     assert (plan.largest.batch_size, plan.ranks, plan.asked.fits) == (512, 8, True)
 
 

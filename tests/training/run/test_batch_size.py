@@ -237,5 +237,4 @@ def test_a_guard_is_shown_in_one_line(trainer: Any, small: Any, dataset: TensorD
     guard = MemGuard("check", budget="1GiB", min_steps_per_epoch=50)
     assert repr(guard) == "MemGuard(mode='check', budget='1GiB')"
     trainer(guard).fit(small(), DataLoader(dataset, batch_size=10))
-    assert guard.decision is not None
     assert repr(guard) == f"MemGuard(mode='check', budget='1GiB'): {guard.decision.reason}"

@@ -51,7 +51,6 @@ def test_a_plain_loader_is_trained_at_the_chosen_size(trainer: Any, dataset: Ten
     module, guard = Sized(), MemGuard(batch_size="largest", max_batch_size=40)
     loader = DataLoader(dataset, batch_size=4)
     trainer(guard).fit(module, train_dataloaders=loader)
-    assert guard.decision is not None
     assert (guard.decision.requested_batch_size, guard.decision.batch_size) == (4, 40)
     assert sizes_seen(module) == [40, 40, 20]
     assert loader.batch_size == 4
@@ -61,8 +60,6 @@ def test_a_budget_sets_the_size_and_the_peak_keeps_within_it(trainer: Any, small
     guard = MemGuard(batch_size="largest", budget=60 * KIB, margin=0.0)
     trainer(guard).fit(small(), train_dataloaders=DataLoader(dataset, batch_size=2))
     decision = guard.decision
-    assert decision is not None
-    assert decision.footprint is not None
     assert decision.limited_by == "memory"
     assert decision.footprint.peak_device_bytes <= 60 * KIB
     assert 2 < decision.batch_size < 100
@@ -112,7 +109,6 @@ def test_a_batch_of_more_samples_than_there_are_stays_as_it_is(trainer: Any, dat
     """Schedules and rates that follow the size, and an epoch without a full batch, are those of the user."""
     module, guard = OwnLoader(batch_size=400), MemGuard(batch_size="largest")
     trainer(guard, max_epochs=1).fit(module, train_dataloaders=DataLoader(dataset, 400))
-    assert guard.decision is not None
     assert (guard.decision.batch_size, guard.decision.limited_by) == (100, "dataset")
     assert module.size_while_training == 400
     skipped = Sized()
@@ -242,8 +238,6 @@ class Layers(Sized):
 def test_a_module_built_in_configure_model(trainer: Any, dataset: TensorDataset) -> None:
     module, guard = Layers(), MemGuard(mode="check")
     trainer(guard).fit(module, train_dataloaders=DataLoader(dataset, batch_size=10))
-    assert guard.decision is not None
-    assert guard.decision.footprint is not None
     assert guard.decision.footprint.parts["parameters"] == (16 * 4 + 4) * 4
     assert guard.decision.footprint.method == "fake"
 
@@ -282,8 +276,6 @@ def test_lazy_and_scripted_layers_are_predicted(trainer: Any, dataset: TensorDat
     def peak(module: Any) -> int:
         guard = MemGuard(batch_size="largest", max_batch_size=40)
         trainer(guard, max_epochs=1).fit(module, DataLoader(dataset, batch_size=4))
-        assert guard.decision is not None
-        assert guard.decision.footprint is not None
         assert (guard.decision.batch_size, guard.decision.footprint.method) == (40, "fake")
         return guard.decision.footprint.peak_allocated_bytes
 
@@ -312,7 +304,6 @@ def test_the_effective_batch_size_is_kept_by_accumulation(trainer: Any, dataset:
     guard = MemGuard(max_batch_size=10, keep_effective_batch_size=40)
     fit = trainer(guard)
     fit.fit(Sized(), train_dataloaders=DataLoader(dataset, batch_size=4))
-    assert guard.decision is not None
     assert guard.decision.batch_size * guard.decision.accumulate_grad_batches == 40
     assert fit.global_step == 3, "ten batches, four a step"
     assert fit.accumulate_grad_batches == 1, "as it was before the run"
@@ -429,8 +420,6 @@ def test_a_step_that_raises_on_the_copy_still_trains(trainer: Any, dataset: Tens
     with pytest.warns(UserWarning, match="only for the real thing"):
         trainer(guard).fit(module, train_dataloaders=DataLoader(dataset, batch_size=50))
     assert sizes_seen(module) == [50, 50]
-    assert guard.decision is not None
-    assert guard.decision.footprint is not None
     assert guard.decision.footprint.method == "states"
     assert guard.decision.footprint.parts["gradients"] == 272
 
@@ -445,8 +434,6 @@ def test_a_step_that_returns_none(trainer: Any, dataset: TensorDataset) -> None:
     module, guard = Nothing(), MemGuard("check")
     trainer(guard).fit(module, train_dataloaders=DataLoader(dataset, batch_size=50))
     assert sizes_seen(module) == [50, 50]
-    assert guard.decision is not None
-    assert guard.decision.footprint is not None
     assert "no backward pass" in " ".join(guard.decision.footprint.notes)
 
 
@@ -458,7 +445,6 @@ def test_a_loss_that_is_not_a_number(trainer: Any, dataset: TensorDataset) -> No
 
     guard = MemGuard(batch_size="largest", max_batch_size=50)
     trainer(guard, detect_anomaly=False).fit(Lost(), train_dataloaders=DataLoader(dataset, batch_size=4))
-    assert guard.decision is not None
     assert guard.decision.batch_size == 50
 
 
@@ -615,11 +601,8 @@ def test_validation_by_time(trainer: Any, dataset: TensorDataset, every: Any) ->
     """It may come between the two batches of a step, next to gradients."""
     guard, loader = MemGuard(batch_size="largest", max_batch_size=20), DataLoader(dataset, batch_size=4)
     trainer(guard, val_check_interval=every, accumulate_grad_batches=2).fit(Evaluated(), loader, loader)
-    assert guard.decision is not None
     assert (guard.decision.batch_size, guard.decision.because) == (20, "")
     profile = guard._last_run.tuning.profile  # type: ignore[union-attr]
-    assert profile is not None
-    assert profile.validation is not None
     assert profile.validation.prediction.footprint_at(4).parts["gradients"] == 272
 
 
@@ -661,7 +644,6 @@ def test_a_search_for_a_learning_rate_is_no_resume(trainer: Any, dataset: Tensor
     fit = trainer(*([pl.callbacks.LearningRateFinder()] if by == "callback" else []), guard, max_epochs=6)
     with pytest.warns(UserWarning, match=r"tries 100 learning rates, .* at batch size 60 this run has 6 steps"):
         fit.fit(module) if by == "callback" else pl.tuner.Tuner(fit).lr_find(module)
-    assert guard.decision is not None
     assert (guard.decision.batch_size, guard.decision.limited_by, guard.decision.because) == (60, "dataset", "")
 
 
@@ -683,7 +665,6 @@ class Staged(Sized):
 def test_setup_gets_the_stage_as_lightning_passes_it(trainer: Any) -> None:
     module, guard = Staged(), MemGuard(batch_size="largest", max_batch_size=20)
     trainer(guard, limit_val_batches=1).fit(module)
-    assert guard.decision is not None
     assert (guard.decision.outcome, guard.decision.batch_size, guard.decision.because) == ("tuned", 20, "")
     assert guard.decision.validation_batch_size == 4
     assert module.stages == ["fit"]

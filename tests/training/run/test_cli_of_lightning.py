@@ -72,8 +72,6 @@ def test_a_guard_from_the_command_line(package: str, name: str) -> None:
     settings = ("budget=24GiB", "max_batch_size=20", "batch_size=largest")
     made = cli(package, f"--trainer.callbacks={name}", *(f"--trainer.callbacks.{each}" for each in settings))
     decision = guard_of(made).decision
-    assert decision is not None
-    assert decision.budget is not None
     assert (decision.budget.free_bytes, decision.budget.source) == (24 * 2**30, "given")
     assert (decision.requested_batch_size, decision.batch_size) == (4, 20)
     assert made.trainer.num_training_batches == 5

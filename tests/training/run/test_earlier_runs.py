@@ -62,8 +62,6 @@ class Gpu:
 
     def measured(self, *_: object) -> Measured:
         decision = self.guard.decision
-        assert decision is not None
-        assert decision.footprint is not None
         peak = int(self.share * (decision.footprint.peak_device_bytes - decision.footprint.correction_bytes))
         return Measured(peak, "simulated", {}, peak // 2, peak - self.outside, self.retries, 0)
 
@@ -130,7 +128,6 @@ def test_a_fit_that_ran_out_of_memory_makes_the_next_one_smaller_until_one_has_r
     with pytest.raises(torch.OutOfMemoryError):
         gpu.fit(net=RunsOut(), batch_size="largest")
     first = gpu.guard.decision
-    assert first is not None
     (kept,) = stored()
     assert (kept.ran_out, kept.batch_size, kept.measured_bytes) == (True, first.batch_size, BUDGET)
     second = gpu.fit()
@@ -156,7 +153,6 @@ def test_the_signature_is_the_steps_whatever_its_batch_size(gpu: Gpu) -> None:
 def test_another_step_learns_nothing(gpu: Gpu, change: dict[str, Any]) -> None:
     gpu.fit("check")
     decision = gpu.fit("check", **{name: value() if callable(value) else value for name, value in change.items()})
-    assert decision.footprint is not None
     assert decision.footprint.learned_from == ""
     assert not decision.notes
     assert len({each.step for each in stored()}) == 2
@@ -171,7 +167,6 @@ def test_what_another_gpu_or_software_has_measured_is_not_used_and_the_run_says_
     gpu.fit("check")
     gpu.setting = replace(H200, **{name: value})
     decision = gpu.fit("check")
-    assert decision.footprint is not None
     assert decision.footprint.correction_bytes == 0
     (note,) = decision.notes
     assert note == f"1 earlier measurement of this step is not used: {name} {getattr(H200, name)} instead of {value}"
@@ -181,7 +176,6 @@ def test_damaged_lines_are_not_used_and_the_run_says_so(gpu: Gpu) -> None:
     gpu.fit("check")
     default_path().write_text(default_path().read_text()[:-40] + "\n")
     decision = gpu.fit("check")
-    assert decision.footprint is not None
     assert decision.footprint.learned_from == ""
     assert decision.notes == (f"1 line of {default_path()} cannot be read and is not used",)
 

@@ -24,8 +24,6 @@ def data(samples: int) -> TensorDataset:
 
 def sizes_in(decision: Decision) -> str:
     """The memory of a decision's sentence."""
-    assert decision.footprint is not None
-    assert decision.budget is not None
     return share_of(decision.footprint.most_device_bytes, decision.budget.usable_bytes)
 
 
@@ -182,5 +180,4 @@ def test_a_run_goes_on_at_the_size_of_its_checkpoint(trainer: Any, small: Any, t
     first.save_checkpoint(tmp_path / "last.ckpt")
     guard = MemGuard(batch_size="largest", min_steps_per_epoch=50)
     trainer(guard, max_epochs=2).fit(small(), DataLoader(data(100), 4), ckpt_path=tmp_path / "last.ckpt")
-    assert guard.decision is not None
     assert (guard.decision.batch_size, guard.decision.limited_by) == (100, "checkpoint")

@@ -335,7 +335,6 @@ def test_validation_stays_at_its_own_size(trainer: Any) -> None:
     assert module.batch_size == 5, "put back"
     assert module.trained == [50, 50]
     assert module.validated == [5] * 20
-    assert guard.decision is not None
     assert guard.decision.validation_batch_size == 5
 
 
@@ -345,12 +344,10 @@ def test_a_validation_batch_that_does_not_fit_is_made_smaller(trainer: Any, many
         module, DataLoader(many, batch_size=8), DataLoader(many, batch_size=2048)
     )
     decision = guard.decision
-    assert decision is not None
     assert decision.validation_batch_size is not None
     assert 1 < decision.validation_batch_size < 2048
     assert max(module.validated) == decision.validation_batch_size
     assert sum(module.validated) == 2048
-    assert decision.footprint is not None
     assert decision.footprint.peak_device_bytes <= 2 * MIB
     assert decision.batch_size > 8, "training takes what is left to it all the same"
 
@@ -364,10 +361,7 @@ def test_a_validation_step_that_reads_values_drags_nothing_down(trainer: Any, ma
 
     guard = MemGuard("check")
     trainer(guard).fit(Branching(), DataLoader(many, batch_size=64), DataLoader(many, batch_size=1024))
-    assert guard._last_run is not None
     profile = guard._last_run.tuning.profile
-    assert profile is not None
-    assert profile.validation is not None
     assert profile.prediction.method == "fake"
     assert profile.validation.prediction.method == "real"
     assert profile.validation.footprint.parts["batch"] == 1024 * (128 * 4 + 8), "and is known at its own size"
@@ -432,7 +426,6 @@ def test_what_is_evaluated_alone_keeps_its_batches(package: str, stage: str, dat
     result = getattr(trainer, stage)(module, **given)
     assert module.sizes == [4] * 25
     decision: Decision | None = guard.decision
-    assert decision is not None
     assert (decision.requested_batch_size, decision.batch_size, decision.outcome) == (4, 4, "kept")
     assert (list(guard.evaluations), guard.records) == ([stage], [])
     if stage == "predict":
@@ -449,8 +442,6 @@ def test_two_runs_of_one_trainer_are_tuned_each_for_itself(trainer: Any, many: T
     module.validated.clear()
     run.validate(module, DataLoader(many, batch_size=2048), verbose=False)
     second = guard.decision
-    assert first is not None
-    assert second is not None
     assert second.batch_size > first.batch_size, "without gradients and activations there is room for more"
     assert module.validated[0] == second.batch_size
 
@@ -504,9 +495,6 @@ def test_what_waits_for_the_garbage_collector_is_not_kept_of_each_batch(
     guard = MemGuard(mode="check")
     run("validate", Rings, many)(trainer(guard))
     footprint = guard.decision.footprint
-    assert footprint is not None
-    assert footprint.low is not None
-    assert footprint.high is not None
     left = footprint.peak_allocated_bytes - footprint.low.allocated_bytes
     assert left == 64 * 4000
     assert footprint.high.allocated_bytes - footprint.low.allocated_bytes == 32 * left

@@ -44,7 +44,6 @@ def tuned_to_twenty(trainer: Any, dataset: TensorDataset, *, size: int = 20, **s
     """Trained from loaders of 4 with a guard that is to choose 20, or ``size``; validated at 10."""
     module, guard = Counted(), MemGuard(batch_size="largest", max_batch_size=20)
     trainer(guard, **settings).fit(module, DataLoader(dataset, batch_size=4), DataLoader(dataset, batch_size=10))
-    assert guard.decision is not None
     assert guard.decision.batch_size == size
     return module
 
@@ -127,8 +126,6 @@ def test_precision_as_a_plugin(
     """The user's plugin is read, and not used up: the run trains with it after."""
     guard, module = MemGuard("check"), wide()
     trainer(guard, plugins=[plugin()], max_steps=1).fit(module, DataLoader(wide_data, batch_size=64))
-    assert guard.decision is not None
-    assert guard.decision.footprint is not None
     assert guard.decision.footprint.parts["parameters"] == 333_834 * byte_width
 
 

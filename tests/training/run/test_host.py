@@ -71,11 +71,8 @@ def test_what_workers_prepare_must_fit_the_host(host: Any) -> None:
     host(34 * MIB + 7 * 20 * MIB // 4 + MIB // 2)
     guard = fitted(MemGuard(batch_size="largest", min_steps_per_epoch=None, budget="1GiB"), num_workers=1)
     decision = guard.decision
-    assert decision is not None
     assert (decision.batch_size, decision.limited_by) == (20, "host_memory")
-    assert decision.host is not None
     assert decision.host.parts["prefetched"] == 15 * MIB
-    assert decision.footprint is not None
     assert "prefetched" not in decision.footprint.parts
     assert "At most on the host, which has 69.5 MiB free" in setup_text(decision)
     assert "do not fit the host (69.5 MiB free): prefetch_factor=1 needs 5.0 MiB less" in decision.reason
@@ -89,8 +86,6 @@ def test_a_checkpoint_is_written_to_the_hosts_memory_first(host: Any, tmp_path: 
     host(GIB)
     guard = fitted(MemGuard("check", budget="1GiB"), ModelCheckpoint(tmp_path))
     (file,) = tmp_path.glob("*.ckpt")
-    assert guard.decision is not None
-    assert guard.decision.host is not None
     assert guard.decision.host.parts == {"checkpoint": pytest.approx(file.stat().st_size, rel=0.01)}
 
 
@@ -99,8 +94,6 @@ def test_one_rank_of_a_host_saves_for_all(host: Any, tmp_path: Path, monkeypatch
     host(GIB)
     monkeypatch.setattr(pl.strategies.SingleDeviceStrategy, "num_processes", 4, raising=False)
     guard = fitted(MemGuard("check", budget="1GiB"), ModelCheckpoint(tmp_path))
-    assert guard.decision is not None
-    assert guard.decision.host is not None
     assert guard.decision.host.most_bytes == guard.decision.host.parts["checkpoint"] // 4
 
 
@@ -112,7 +105,6 @@ def test_a_host_that_is_too_small_is_a_warning_and_no_refusal(host: Any, tmp_pat
             ModelCheckpoint(tmp_path),
             num_workers=1,
         )
-    assert guard.decision is not None
     assert (guard.decision.batch_size, guard.decision.fits) == (2, False)
 
 
@@ -124,10 +116,7 @@ def test_on_the_cpu_one_budget_holds_all(tmp_path: Path) -> None:
 def measure_with_a_worker(*_: object) -> None:
     guard = MemGuard(batch_size="largest", min_steps_per_epoch=None, budget="4GiB", host_budget="200MiB", margin=0)
     decision = fitted(guard, num_workers=1, multiprocessing_context="fork").decision
-    assert decision is not None
-    assert decision.budget is not None
     assert decision.budget.free_bytes == 200 * MIB
-    assert decision.footprint is not None
     assert decision.footprint.most_device_bytes <= 200 * MIB
     assert decision.footprint.parts["prefetched"] == 2 * decision.batch_size * MIB // 4
     record = guard.records[0]
@@ -144,8 +133,6 @@ def test_each_rank_of_a_host_has_its_share(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(workers, "shared_memory", lambda: None)
     facts: Any = Facts()
     budget, shared = workers.host_budgets(facts, None, 0.1)
-    assert budget is not None
     assert (budget.free_bytes, budget.usable_bytes, budget.source, shared) == (10 * GIB, 9 * GIB, "cgroup", None)
     given, _ = workers.host_budgets(facts, 6 * GIB, 0.0)
-    assert given is not None
     assert (given.free_bytes, given.source) == (6 * GIB, "given")

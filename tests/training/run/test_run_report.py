@@ -197,7 +197,6 @@ def test_a_guard_that_is_kept_does_not_keep_the_trainer_the_module_and_the_data(
     gc.collect()
     assert [each() for each in kept] == [None] * 4
     assert guard.save_snapshot(tmp_path / "step.pickle").stat().st_size > 0
-    assert guard.decision is not None
     assert guard.decision.batch_size == 8
 
 
