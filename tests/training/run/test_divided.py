@@ -150,6 +150,7 @@ def test_what_is_said(fit: Fit) -> None:
     assert decided(guard).reason.endswith("samples instead of 601.")
 
 
+@pytest.mark.captures
 @pytest.mark.parametrize(
     ("kind", "callbacks", "because"),
     [
