@@ -14,10 +14,7 @@ from lightning_memguard.core.device import tensor_counter
 from lightning_memguard.units import MIB
 from tests.training.quiet import quiet_trainer
 
-pytestmark = [
-    pytest.mark.skipif(not tensor_counter.is_available(), reason="needs glibc's mallinfo2"),
-    pytest.mark.usefixtures("taped"),
-]
+pytestmark = pytest.mark.skipif(not tensor_counter.is_available(), reason="needs glibc's mallinfo2")
 
 
 class Net(pl.LightningModule):
