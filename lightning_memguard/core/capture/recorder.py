@@ -618,8 +618,8 @@ def watching(recorder: Recorder, module: nn.Module) -> Iterator[None]:
         if not recorder.compiled:  # Dynamo would break its graphs at the hooks
             exits.enter_context(nn.modules.module.register_module_forward_pre_hook(enter))
             exits.enter_context(nn.modules.module.register_module_forward_hook(leave, always_call=True))
-        recorder.label(module.parameters(), "parameters")
-        recorder.label(module.buffers(), "buffers")
+        for part, tensor in _in_order_of_moving(module):
+            recorder.label([tensor], part)
         recorder.label(quantized.held_by(module), "parameters")
         on_cpu = recorder.device_type == "cpu"
         if on_cpu:
@@ -646,6 +646,14 @@ def watching(recorder: Recorder, module: nn.Module) -> Iterator[None]:
         before = fake.drawn_so_far()
         yield
         recorder.draws = fake.drawn_so_far() != before
+
+
+def _in_order_of_moving(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield parameters and buffers in the order in which `Module.to` allocates them."""
+    for child in module.children():
+        yield from _in_order_of_moving(child)
+    yield from (("parameters", parameter) for parameter in module.parameters(recurse=False))
+    yield from (("buffers", buffer) for buffer in module.buffers(recurse=False))
 
 
 def _watched(recorder: Recorder, make: Callable[[], Tensor]) -> Callable[[], Tensor]:
