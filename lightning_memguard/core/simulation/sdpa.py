@@ -90,7 +90,8 @@ class Attention:
 
     def has_heads(self, *, grouped: bool, same_heads: bool = True) -> bool:
         """`check_batch_size_and_num_heads_dense` and `check_grouped_query_attention`."""
-        if len({tensor.shape[0] for tensor in self.inputs}) > 1:
+        samples, of_keys, of_values = (tensor.shape[0] for tensor in self.inputs)  # numbers, or torch.compile's symbols
+        if not samples == of_keys == of_values:
             return False
         heads, of_key, of_value = (tensor.shape[-3] for tensor in self.inputs)
         if self.enable_gqa and grouped:
