@@ -59,6 +59,7 @@ class Variant:
         epoch: of which the real batch is the largest, in place of the one with that number.
         answers: what the step reads of its tensors' values, if it runs compiled.
         saving: the share of what compiled graphs would save for the backward pass that they may; None: as set.
+        any_shape: whether it is compiled for batches of any shape, as once others have come.
     """
 
     number: int = 0
@@ -66,6 +67,7 @@ class Variant:
     epoch: Epoch | None = None
     answers: Answers = ()
     saving: float | None = None
+    any_shape: bool = False
 
 
 FIRST = Variant()
@@ -438,7 +440,7 @@ def _recorded(
                 seed_all(variant.number)
             epoch = variant.epoch and variant.epoch._replace(steps=program.steps_of_epoch(batch_size))
             try:
-                with compiled.saving(variant.saving):
+                with compiled.saving(variant.saving), compiled.for_any_shape(active=variant.any_shape):
                     program.of_draw(variant.number, epoch).run(recorder, batch_size, fake=method != "real")
             except StoppedError:
                 recorder.keep_activations()

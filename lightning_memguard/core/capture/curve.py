@@ -101,6 +101,7 @@ class Curve:
         reads: what the step read as it ran as written, if it calls code for torch.compile; ``growth`` and ``captured``
             have it uncompiled. None if it compiles nothing.
         compiled: traces of the compiled step, by batch size. Between them footprints are estimates.
+        any_shape: likewise, compiled for any shape, as torch.compile does once batches of a second one have come.
         variants: the captures at each size, if memory depends on values.
         drawn: if the step draws sizes, how its events grow under other random numbers than those of ``growth``.
         ceiling: the largest possible memory, if that is known too.
@@ -121,6 +122,7 @@ class Curve:
     gaps: Mapping[int, Gap] = field(default_factory=dict)
     reads: Answers | None = None
     compiled: Mapping[int, Trace] = field(default_factory=dict)
+    any_shape: Mapping[int, Trace] = field(default_factory=dict)
     variants: tuple[Variant, ...] = ()
     drawn: tuple[Growth | PackedGrowth, ...] = ()
     ceiling: Growth | PackedGrowth | None = None
@@ -141,6 +143,18 @@ class Curve:
     def compiles(self) -> bool:
         """Whether the step calls code for torch.compile."""
         return self.reads is not None
+
+    @property
+    def of_uneven_batches(self) -> bool:
+        """Whether the variants are batches of samples that differ in size, and nothing else."""
+        return bool(self.variants) and not self.drawn and all(each.number and not each.shares for each in self.variants)
+
+    @property
+    def likely_variant(self) -> Variant | None:
+        """The one of several that is predicted: of epochs the middle one, of batches the largest."""
+        if not self.of_uneven_batches:
+            return None
+        return self.variants[len(self.variants) // 2] if self.variants[0].epoch else self.variants[-1]
 
     @property
     def surveyed(self) -> Mapping[int, Trace]:
@@ -168,7 +182,7 @@ class Curve:
         all_growth = self.growth, self.ceiling, self.floor, *self.drawn
         growth, ceiling, floor, *drawn = (PackedGrowth.of(g) if isinstance(g, Growth) else g for g in all_growth)
         packed = replace(self, growth=growth, ceiling=ceiling, floor=floor, compiled=PackedTraces.of(self.compiled))
-        packed = replace(packed, drawn=tuple(filter(None, drawn)))
+        packed = replace(packed, drawn=tuple(filter(None, drawn)), any_shape=PackedTraces.of(self.any_shape))
         captured = PackedTraces.of({} if growth else self.captured)
         return replace(packed, captured=captured, unfrozen=self.unfrozen and self.unfrozen.packed())
 
@@ -180,7 +194,7 @@ class Curve:
 
     def uncompiled(self) -> Curve:
         """Return the curve as if torch.compile did nothing."""
-        return replace(self, reads=None, compiled={})
+        return replace(self, reads=None, compiled={}, any_shape={})
 
     def on_terms(self, **changes: object) -> Curve:
         """Return the curve with some of its terms changed."""
@@ -225,7 +239,8 @@ class Curve:
     def _traces_at(self, batch_size: int) -> tuple[Trace, ...]:
         """Return the trace of each variant, the largest first."""
         if batch_size in self.compiled:
-            return (self.compiled[batch_size],)
+            again = self.any_shape.get(batch_size)
+            return (self.compiled[batch_size], *([again] if again else []))
         if self.method in PARTIAL:
             return (replace(next(iter(self.captured.values()))[0], batch_size=batch_size),)
         if self._has_all_at(batch_size) and not self.drawn:
@@ -289,6 +304,8 @@ class Curve:
         """The memory of the largest variant, or of the middle one of equally likely epochs; its range holds all."""
         found = [self.footprint_of(trace) for trace in self._traces_at(batch_size)]
         most = max(found, key=lambda each: each.most_device_bytes)
+        if batch_size in self.compiled:
+            return self._with_uneven(_with_any_shape(most, found) if len(found) > 1 else most)
         if len(found) == 1:
             return most
         if any(variant.epoch for variant in self.variants):
@@ -312,6 +329,15 @@ class Curve:
     def footprint_of(self, trace: Trace) -> Footprint:
         """The memory and time of a trace of the step."""
         return self.terms.footprint_of(trace, compiled=self.compiles)
+
+    def _with_uneven(self, most: Footprint) -> Footprint:
+        """Widen a compiled step by what its variants differ in as written."""
+        traces = self.captured.get(most.batch_size, ()) if self.of_uneven_batches else ()
+        sizes = sorted(self.footprint_of(trace).peak_allocated_bytes for trace in traces)
+        if not sizes:
+            return most
+        likely = sizes[len(sizes) // 2 if self.variants[0].epoch else -1]
+        return most.doubted("epochs", most.lowest.plus(sizes[0] - likely), most.highest.plus(sizes[-1] - likely))
 
     def _shape_at(self, batch_size: int) -> str:
         """The shape of the batch if the data sets its size, such as ``"3 x 512"``; else empty."""
@@ -385,6 +411,15 @@ def _with_range(most: Footprint, found: Sequence[Footprint], ceiling: Footprint 
     seen = [format_bytes(of(each.allocated_bytes for each in points)) for of in (min, max)]
     note = f"the memory of a step depends on its batch: {seen[0]} to {seen[1]} in those drawn; the most is predicted"
     return replace(wide, notes=(*most.notes, *([note] if spread[0] >= WORTH_A_NOTE else [])))
+
+
+def _with_any_shape(most: Footprint, found: Sequence[Footprint]) -> Footprint:
+    """Return the larger of a step compiled for its own shapes and one compiled for any, with a range of both."""
+    seen = [format_bytes(each.peak_allocated_bytes) for each in found]
+    note = f"batches differ in shape: compiled for this one the step takes {seen[0]}, compiled again for any {seen[1]}"
+    ends = [end for each in found for end in (each.lowest, each.highest)]
+    differ = abs(found[0].peak_allocated_bytes - found[1].peak_allocated_bytes) >= WORTH_A_NOTE
+    return most.doubted("shapes", *ends, note=f"{note}; the most is predicted" if differ else "")
 
 
 def _with_drawn(most: Footprint, found: Sequence[Footprint]) -> Footprint:

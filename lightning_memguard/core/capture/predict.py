@@ -97,13 +97,13 @@ class Surveyor:
                 stopped = captures.stopped if unchecked or found.is_of_one_draw else ""
                 found = replace(found, notes=(*found.notes, note), stopped=stopped)
             found = self._with_unfrozen(found, known, batch_size)
-            traces = found.surveyed
+            traces = {size: several[0] for size, several in found.captured.items()}
             if not any(trace.has_note("uncompiled") for trace in traces.values()):
                 return found
             if program.device.type != "cpu" and program.gpu is None:
                 return replace(found, notes=(*found.notes, "torch.compile is followed on CPUs and NVIDIA's GPUs only"))
             near = min(traces, key=lambda size: abs(size - batch_size))
-            if found.method != "states" and not found.variants:
+            if found.method != "states" and (not found.variants or found.of_uneven_batches):
                 found = replace(found, reads=traces[near].answers)
             return found if scalable else self.prove(found, batch_size)
 
@@ -186,14 +186,24 @@ class Surveyor:
         return replace(curve.with_captured(batch_size, (proof,)), growth=None, notes=(*curve.notes, note))
 
     def _with_compiled(self, curve: Curve, batch_size: int) -> Curve:
+        one = replace(curve.likely_variant or FIRST, answers=curve.reads or ())
         try:
-            trace = capture(self.program, batch_size, "compiled", Variant(answers=curve.reads or ()))
+            trace = capture(self.program, batch_size, "compiled", one)
         except CaptureFailedError as error:
             eager = replace(curve.uncompiled(), notes=(*curve.notes, _reason("compiled", error)))
             return self.prove(eager, batch_size)
-        return replace(curve.confirmed_by(trace), compiled={**curve.compiled, batch_size: trace})
+        found = replace(curve.confirmed_by(trace), compiled={**curve.compiled, batch_size: trace})
+        try:
+            if not self.program.changes_shape(batch_size):
+                return found
+            again = capture(self.program, batch_size, "compiled", replace(one, any_shape=True))
+        except Exception as error:  # noqa: BLE001 - the user's collate function may raise anything
+            note = f"{_NOT_AGAIN}: {error}"
+            return replace(found, notes=(*found.notes, note))
+        return replace(found, any_shape={**curve.any_shape, batch_size: again})
 
 
+_NOT_AGAIN = "what torch.compile makes of the step once batches of other shapes have come was not captured"
 _NOT_UNFROZEN = (
     "parameters that are frozen now may be trained in a later epoch, which takes more: that is not predicted"
 )

@@ -204,6 +204,16 @@ class Program(ABC):
         """Return the program with gradients as views of DDP's buckets; None without DDP, or if they are already."""
         return None
 
+    def changes_shape(self, batch_size: int) -> bool:
+        """Whether batches of other shapes come as well, as far as is known."""
+        family = self.families[0]
+        if not self.trains or len(self.families) > 1 or not family.has_draws(batch_size):
+            return False
+        with isolated_rng():
+            own = shapes_of(family.drawn(batch_size)) if family.draw else self.expected_batch(batch_size)[0]
+            drawn = (shapes_of(replace(family, draw=draw, epoch=None).drawn(batch_size)) for draw in _OTHERS)
+            return any(shapes != own for shapes in drawn)
+
     def unfrozen(self) -> Program | None:
         """Return the program with all parameters trained; None if frozen ones stay frozen, as far as is known."""
         return None
@@ -219,6 +229,9 @@ class Program(ABC):
     def edited(self, **fields: object) -> Self:
         """Return the program with other attributes, such as ``precision``."""
         return replace(self, **fields)  # type: ignore[type-var]  # each program is a dataclass
+
+
+_OTHERS = range(1, 21)  # draws among which a batch of another shape is looked for
 
 
 def device_to_run_on(program: Program, *, fake: bool) -> torch.device:

@@ -57,6 +57,7 @@ DoubtKind = Literal[
     "lengths",
     "values",
     "epochs",
+    "shapes",
     "draws",
     "least results",
     "unchecked",
@@ -75,7 +76,8 @@ class Doubt:
     ``unknown blocks``: the size of some blocks. ``process``: what is outside the allocator. ``addresses``: in which
     order the driver gives them to segments. ``cache``: what the allocator caches. ``lengths``: what it caches over an
     epoch of them.
-    ``values``: the batches drawn differ. ``epochs``: their largest batches do. ``draws``: the step draws sizes.
+    ``values``: the batches drawn differ. ``epochs``: their largest batches do. ``shapes``: torch.compile compiles again
+    for other shapes. ``draws``: the step draws sizes.
     ``least results``: how large results are. ``unchecked``: no capture has shown how the step grows to this size.
     ``one draw``: no capture had other values. ``later epochs``: more of the model may be trained. ``other work``:
     validation, or training, may have the peak instead. ``workers``: what their processes take. ``measurements``: what

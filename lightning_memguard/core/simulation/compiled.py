@@ -208,6 +208,12 @@ def saving(share: float | None) -> AbstractContextManager[None]:
     return _functorch_config().patch(activation_memory_budget=share)  # type: ignore[no-any-return]
 
 
+def for_any_shape(*, active: bool) -> AbstractContextManager[None]:
+    """Compile for inputs of any shape, as Dynamo does by itself once it was given a second one."""
+    config: Any = importlib.import_module("torch._dynamo.config")
+    return config.patch(assume_static_by_default=False) if active else nullcontext()  # type: ignore[no-any-return]
+
+
 def _functorch_config() -> Any:
     return importlib.import_module("torch._functorch.config")
 

@@ -112,6 +112,15 @@ class LightningProgram(LightningStep):
         return self.with_change(callbacks.unfreeze)
 
     @override
+    def changes_shape(self, batch_size: int) -> bool:
+        """A second epoch follows a last batch that may be smaller; torch.compile compiles a single sample by itself."""
+        count = self.batches_per_epoch if self.trains else None
+        samples, batches = (count(1), count(batch_size)) if count else (None, None)
+        rest = samples % batch_size if samples and batches and samples < batches * batch_size else 0
+        again = self.trainer.max_epochs != 1 and self.steps_of_epoch(batch_size) == batches
+        return (rest > 1 and again) or super().changes_shape(batch_size)
+
+    @override
     def with_batches(self, batches: Batches) -> LightningProgram:
         return replace(self, batches=batches, transferred=True)
 

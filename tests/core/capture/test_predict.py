@@ -535,6 +535,20 @@ class Drawn:
         return batch
 
 
+class Longer(Drawn):
+    """As many features as the draw's number, but four at first."""
+
+    def batch(self, batch_size: int, draw: int) -> torch.Tensor:
+        return torch.ones(batch_size, draw or 4)
+
+
+@pytest.mark.parametrize(("draws", "changes"), [(Drawn(), False), (Longer(), True)])
+def test_batches_change_their_shape_where_some_of_those_drawn_have_another(draws, changes):
+    batches = replace(batches_from_one(torch.ones(16, 4)), draws=draws)
+    program = LoopProgram(nn.Linear(4, 4), batches, lambda model, x: model(x).sum(), None, torch.device("cpu"))
+    assert program.changes_shape(16) is changes
+
+
 def drawn() -> Batches:
     return replace(batches_from_one(torch.ones(16, 4)), draws=Drawn())
 

@@ -656,3 +656,24 @@ def test_the_tensors_of_a_wrapper_are_known_without_a_value() -> None:
     with FakeTensorMode():
         wrapper = InFloat8(torch.ones(4), torch.ones(()))
         assert list(map(id, plain_tensors(wrapper))) == [id(wrapper.values), id(wrapper.scale)]
+
+
+class WithOwn(nn.Module):
+    """Has parameters and a buffer of its own besides its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = nn.Parameter(torch.ones(3))
+        self.layers = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(4, 5))
+        self.register_buffer("mask", torch.ones(7))
+
+
+def test_a_module_has_its_memory_in_the_order_in_which_it_is_moved() -> None:
+    module, moved = WithOwn(), list[int]()
+    module._apply(lambda tensor: moved.append(tensor.data_ptr()) or tensor)
+    recorder = Recorder("cpu")
+    with watching(recorder, module):
+        pass
+    held = [event.nbytes for event in recorder.trace(1, "fake")]
+    tensors = {each.data_ptr(): each.nbytes for each in (*module.parameters(), *module.buffers())}
+    assert held == [tensors[address] for address in moved]

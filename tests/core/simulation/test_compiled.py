@@ -21,6 +21,9 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_memguard import estimate
 from lightning_memguard.core import gpus
+from lightning_memguard.core import torch_port as port
+from lightning_memguard.core.batch.batches import Epoch
+from lightning_memguard.core.capture.capture import Variant
 from lightning_memguard.core.capture.curve import Curve, Terms
 from lightning_memguard.core.capture.predict import Prediction, Surveyor
 from lightning_memguard.core.capture.recorder import Recorder
@@ -480,3 +483,52 @@ def test_between_the_sizes_captured_a_compiled_step_is_on_a_line():
     assert sum(found.parts.values()) == 31 * MIB
     assert curve.uncompiled().footprint_at(14).peak_allocated_bytes == 14 * MIB
     assert replace(curve, compiled={}).footprint_at(14).peak_allocated_bytes == 14 * MIB
+
+
+def test_the_larger_of_a_step_compiled_for_its_shape_and_for_any_is_predicted():
+    traces = [trace_of(size, size * MIB, NOTE) for size in (4, 8)]
+    own, any_shape = ({8: trace_of(8, mib * MIB)} for mib in (20, 23))
+    curve = Curve(Terms(AllocatorSettings.for_device("cpu", {})), "fake", grow(traces), reads=(), compiled=own)
+    found = replace(curve, any_shape=any_shape).packed().footprint_at(8)
+    assert found.peak_allocated_bytes == found.highest.allocated_bytes == 23 * MIB
+    assert found.lowest.allocated_bytes == 20 * MIB
+    assert "compiled for this one the step takes 20.0 MiB, compiled again for any 23.0 MiB" in found.notes[-1]
+    assert curve.footprint_at(8).lowest.allocated_bytes == 20 * MIB
+
+
+def test_epochs_whose_batches_differ_widen_a_compiled_step_by_what_they_do_as_written():
+    variants = tuple(Variant(1 + place, epoch=Epoch(place, (0.0, 0.0))) for place in range(3))
+    written = tuple(trace_of(8, mib * MIB, NOTE) for mib in (12, 10, 9))
+    curve = Curve(Terms(AllocatorSettings.for_device("cpu", {})), "fake", captured={8: written}, variants=variants)
+    assert curve.likely_variant == variants[1]
+    found = replace(curve, reads=(), compiled={8: trace_of(8, 7 * MIB)}).footprint_at(8)
+    peaks = found.lowest.allocated_bytes, found.peak_allocated_bytes, found.highest.allocated_bytes
+    assert peaks == (6 * MIB, 7 * MIB, 9 * MIB)
+
+
+@pytest.mark.parametrize("active", [False, True])
+def test_a_step_is_compiled_for_batches_of_any_shape(active):
+    given: list[object] = []
+
+    def noting(module: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        given.extend(inputs)
+        return module.forward
+
+    with compiled.for_any_shape(active=active):
+        torch.compile(lambda x: x + 1, backend=noting)(torch.ones(6, 5))
+    assert any(isinstance(each, torch.SymInt) for each in given) is active
+    torch.compiler.reset()
+
+
+def test_graphs_are_divided_by_the_buckets_of_ddp():
+    parts: list[object] = []
+
+    def counting(module: torch.fx.GraphModule, _: list[Any]) -> Any:
+        parts.append(module)
+        return module.forward
+
+    model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(3)))  # 1 MiB each
+    with port.inside_ddp(MIB):
+        torch.compile(model, backend=counting)(torch.ones(2, 512))
+    assert len(parts) == 3
+    torch.compiler.reset()

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -305,3 +306,10 @@ def test_a_boolean_mask_becomes_additive_in_the_operators_that_torch_takes() -> 
     assert [name for name in ours.names if not name.startswith(asides)] == [
         name for name in theirs.names if not name.startswith(asides)
     ]
+
+
+def test_sizes_may_be_symbols_of_torch_compile() -> None:
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    x = mode.from_tensor(torch.empty(2, 4, 16, 64, dtype=torch.bfloat16, device="meta"), static_shapes=False)
+    assert isinstance(x.shape[0], torch.SymInt)
+    assert sdpa.choose(sdpa.Attention(x, x, x, is_causal=True, capability=(8, 0))) == "flash"

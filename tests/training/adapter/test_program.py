@@ -15,8 +15,10 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_memguard import MemGuard
+from lightning_memguard.core.batch.batches import batches_from_one
 from lightning_memguard.core.simulation.compiled import NOTE
 from lightning_memguard.core.trace.trace import Trace
+from lightning_memguard.training.adapter.program import LightningProgram
 from lightning_memguard.training.adapter.shadow import _call_after_step
 from lightning_memguard.training.run.tune import Tuning
 from tests.long import long_but
@@ -409,3 +411,13 @@ def test_a_stream_is_prefetched_unless_its_batches_are_counted(
     first = next(i for i, event in enumerate(trace.events) if event.phase == "forward" and event.part != "batch")
     batches = [event for event in trace.events[:first] if event.part == "batch" and event.nbytes == 10 * 16 * 4]
     assert len(batches) == at_a_time
+
+
+@pytest.mark.parametrize(
+    ("samples", "epochs", "changes"), [(80, 2, False), (83, 2, True), (83, 1, False), (81, 2, False)]
+)
+def test_batches_change_their_shape_where_an_epoch_ends_with_a_smaller_one_and_another_begins(samples, epochs, changes):
+    trainer = pl.Trainer(accelerator="cpu", max_epochs=epochs, logger=False, enable_checkpointing=False)
+    batches, count = batches_from_one(torch.ones(8, 4)), lambda size: -(-samples // size)
+    program = LightningProgram(trainer, pl.LightningModule(), batches, torch.device("cpu"), batches_per_epoch=count)
+    assert program.changes_shape(8) is changes
