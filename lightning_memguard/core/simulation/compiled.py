@@ -211,7 +211,7 @@ def saving(share: float | None) -> AbstractContextManager[None]:
 def for_any_shape(*, active: bool) -> AbstractContextManager[None]:
     """Compile for inputs of any shape, as Dynamo does by itself once it was given a second one."""
     config: Any = importlib.import_module("torch._dynamo.config")
-    return config.patch(assume_static_by_default=False) if active else nullcontext()  # type: ignore[no-any-return]
+    return config.patch(assume_static_by_default=False) if active else nullcontext()
 
 
 def _functorch_config() -> Any:
