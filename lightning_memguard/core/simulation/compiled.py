@@ -192,6 +192,9 @@ class Watcher(Protocol):
     def room_below_peak(self) -> int:
         """How much less is allocated than was before."""
 
+    def paused(self) -> AbstractContextManager[object]:
+        """Notice nothing while the context is open."""
+
     def pooled(self, call: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """Return a compiled program that is watched while it runs."""
 
@@ -238,7 +241,7 @@ def compiling(watcher: Watcher) -> Iterator[None]:
             watcher.assume(_BY_FLOPS)
             exits.enter_context(functorch.patch(activation_memory_budget_runtime_estimator="flops"))
         patches = (*_without_kernels(watcher, gpu), *_in_memory(watcher.pooled), *_through_dispatch(), *_when_walked())
-        for home, name, instead in (*patches, _without_timing(watcher, always)):
+        for home, name, instead in (*patches, _without_timing(watcher, always), _unwatched(watcher)):
             exits.enter_context((added if name == "open" else patched)(home, **{name: instead}))
         exits.enter_context(_drawing_again(type(watcher)))
         exits.enter_context(torch.compiler.set_stance("default"))
@@ -282,6 +285,18 @@ def _without_timing(watcher: Watcher, always: set[str]) -> _Patch:
         return original(*args, config_patches=wanted or None, **kwargs)
 
     return home, "compile_fx", compile_fx
+
+
+def _unwatched(watcher: Watcher) -> _Patch:
+    """Patch what compiles: the values that Dynamo follows have no memory."""
+    home: Any = importlib.import_module("torch._dynamo.convert_frame")
+    original = home._compile
+
+    def compile_frame(*args: object, **kwargs: object) -> Any:
+        with watcher.paused():
+            return original(*args, **kwargs)
+
+    return home, "_compile", compile_frame
 
 
 _CHOOSE_KERNELS = ("max_autotune", "max_autotune_gemm", "max_autotune_pointwise")

@@ -21,7 +21,6 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_memguard import estimate
 from lightning_memguard.core import gpus
-from lightning_memguard.core import torch_port as port
 from lightning_memguard.core.batch.batches import Epoch
 from lightning_memguard.core.capture.capture import Variant
 from lightning_memguard.core.capture.curve import Curve, Terms
@@ -517,18 +516,4 @@ def test_a_step_is_compiled_for_batches_of_any_shape(active):
     with compiled.for_any_shape(active=active):
         torch.compile(lambda x: x + 1, backend=noting)(torch.ones(6, 5))
     assert any(isinstance(each, torch.SymInt) for each in given) is active
-    torch.compiler.reset()
-
-
-def test_graphs_are_divided_by_the_buckets_of_ddp():
-    parts: list[object] = []
-
-    def counting(module: torch.fx.GraphModule, _: list[Any]) -> Any:
-        parts.append(module)
-        return module.forward
-
-    model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(3)))  # 1 MiB each
-    with port.inside_ddp(MIB):
-        torch.compile(model, backend=counting)(torch.ones(2, 512))
-    assert len(parts) == 3
     torch.compiler.reset()
