@@ -16,7 +16,6 @@ import functools
 import importlib
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from types import SimpleNamespace
 from typing import Any, Literal, cast
 
 import torch
@@ -545,14 +544,6 @@ def ddp_buckets(
     return [list(bucket) for bucket in buckets]
 
 
-def inside_ddp(bucket_bytes: int) -> AbstractContextManager[None]:
-    """Let Dynamo divide what it compiles as it does in a forward pass of DistributedDataParallel, by such buckets."""
-    from torch.nn.parallel import DistributedDataParallel
-
-    wrapper = SimpleNamespace(bucket_bytes_cap=bucket_bytes)
-    return patched(DistributedDataParallel, _active_ddp_module=wrapper)
-
-
 def nodes_all_run() -> AbstractContextManager[None]:
     """Answer that each node of a graph will run."""
     return patched(torch._C, _will_engine_execute_node=lambda _: True)
@@ -632,7 +623,7 @@ PARTS = {
     **dict.fromkeys(("saved_handles", "clear_saved"), ("every run", "cuda")),
     **dict.fromkeys((*_PACKING, "putting_of_saved_hooks", "forbidding_of_saved_hooks"), ("every run", "offload")),
     **dict.fromkeys(("running_node", "negated"), ("offload",)),
-    **dict.fromkeys(("ddp_buckets", "inside_ddp", "nodes_all_run"), ("strategies",)),
+    **dict.fromkeys(("ddp_buckets", "nodes_all_run"), ("strategies",)),
     **dict.fromkeys(("record_history", "allocator_state", "write_allocator_state"), ("recording",)),
 }
 """The runs that need a function, if not every one."""

@@ -439,9 +439,9 @@ def fabric_module(package: str, module: nn.Module, strategy: object, original: n
     return wrapped
 
 
-def wrap_inside_fabric_module(wrapped: Any, wrap: Callable[[nn.Module], nn.Module]) -> None:
-    """Wrap the module that Fabric's own module calls, as Fabric's strategy does."""
-    wrapped._forward_module = wrap(wrapped._forward_module)
+def inside_fabric_module(wrapped: Any) -> Any:
+    """Find the module that Fabric's strategy has wrapped or sharded."""
+    return wrapped._forward_module
 
 
 def change_fsdp_arguments(strategy: FSDPStrategy, change: Callable[[Mapping[str, Any]], dict[str, Any]]) -> None:

@@ -89,10 +89,12 @@ def attach(strategy: object, module_copy: nn.Module, recorder: Recorder, *, is_f
         _exchange_statistics(module_copy, wrapper.arguments.ranks, recorder)
 
 
-def attach_to_plain(strategy: Any, module_copy: nn.Module, recorder: Recorder) -> nn.Module:
+def attach_to_plain(strategy: Any, module_copy: nn.Module, recorder: Recorder) -> None:
     """Wrap a plain module as Fabric's DDPStrategy does; each forward pass is followed by a backward pass."""
     wrapper = _wrapper_of(strategy, module_copy, recorder)
-    return module_copy if wrapper is None else _Wrapped(module_copy, wrapper)
+    if wrapper is not None:
+        module_copy.register_forward_pre_hook(lambda *_: wrapper.before_forward())
+        module_copy.register_forward_hook(lambda _, __, output: wrapper.after_forward(output, syncs=True))
 
 
 def _wrapper_of(strategy: DDPStrategy, module_copy: nn.Module, recorder: Recorder) -> _Wrapper | None:
@@ -267,12 +269,6 @@ class _Wrapper:
         order = [*dict.fromkeys((*self.ready_order, *range(len(self.parameters))))]
         self._make_buckets(later_buckets(self.arguments, self.parameters, self.sparse, order))
 
-    def forward(self, step: Callable[..., object], *args: object, **kwargs: object) -> object:
-        """Run what is wrapped; Dynamo divides its graphs by the buckets."""
-        self.before_forward()
-        with port.inside_ddp(self.arguments.bucket_bytes[-1]):
-            return step(*args, **kwargs)
-
     def after_forward(self, output: object, *, syncs: bool) -> object:
         self.expects_gradients = self.syncs_buffers = False
         if syncs:
@@ -368,23 +364,13 @@ def _gradient_ready(wrapper: weakref.ref[_Wrapper], index: int, _: torch.Tensor)
 # -- what runs inside the wrapper
 
 
-class _Wrapped(nn.Module):
-    """A plain module in its wrapper: hooks on the module would become part of what it compiles."""
-
-    def __init__(self, module: nn.Module, wrapper: _Wrapper) -> None:
-        super().__init__()
-        self.module, self.wrapper = module, wrapper
-
-    def forward(self, *args: object, **kwargs: object) -> object:
-        return self.wrapper.after_forward(self.wrapper.forward(self.module, *args, **kwargs), syncs=True)
-
-
 def _wrap_training_step(module_copy: nn.Module, wrapper: _Wrapper) -> None:
     module, step = cast("LightningModule", module_copy), cast("Any", module_copy.training_step)
 
     @functools.wraps(step)
     def inside(*args: object, **kwargs: object) -> object:
-        output = wrapper.forward(step, *args, **kwargs)
+        wrapper.before_forward()
+        output = step(*args, **kwargs)
         # all but the last micro-batch before a step leave their gradients on their rank
         accumulates = lightning.accumulates(module.trainer)
         return wrapper.after_forward(output, syncs=module.automatic_optimization and not accumulates)

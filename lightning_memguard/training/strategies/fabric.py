@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import importlib
 import sys
 from dataclasses import dataclass
@@ -145,5 +144,4 @@ class FabricProgram(LoopProgram):
 
     def _begin(self, recorder: Recorder, module_copy: Any) -> None:
         if wraps_in_ddp(self.strategy):
-            wrap = functools.partial(ddp.attach_to_plain, self.strategy, recorder=recorder)
-            lightning.wrap_inside_fabric_module(module_copy, wrap)
+            ddp.attach_to_plain(self.strategy, lightning.inside_fabric_module(module_copy), recorder)
