@@ -16,6 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import Self, override
 
+from lightning_memguard.core import torch_port as port
 from lightning_memguard.core.batch.batches import Batches, Epoch
 from lightning_memguard.core.batch.nesting import batch_bytes, map_tensors, shapes_of, tensors_in
 from lightning_memguard.core.capture.leftovers import Leftovers
@@ -402,7 +403,8 @@ class LoopProgram(Program):
         leftovers, counters, last = Leftovers(recorder, self._least_steps), recorder.counters, -1
         kept: list[object] = []  # in the loop's variables, until the next forward pass has returned
         sizes: list[int] = []  # of what the model returns
-        hook = module_copy.register_forward_hook(lambda *call: sizes.append(batch_bytes(call[-1])))
+        hooked = _to_be_hooked(recorder, module_copy)
+        hook = hooked.register_forward_hook(lambda *call: sizes.append(batch_bytes(call[-1])))
         for index in itertools.count():
             counters.note(optimizers, module_copy)
             if last < 0:
@@ -421,7 +423,7 @@ class LoopProgram(Program):
                 if index == 0:
                     hook.remove()
                     if isinstance(loss, tuple):
-                        module_copy.register_forward_hook(lambda *_: kept.clear())
+                        hooked.register_forward_hook(lambda *_: kept.clear())
                     elif self.gpu is not None:  # whose figures have a range: the loop may keep what the model returns
                         recorder.expect(max(sizes, default=0), "activations", at_most=True)
                 if isinstance(loss, tuple):
@@ -439,6 +441,12 @@ class LoopProgram(Program):
         if leftovers.bytes_per_batch:
             left = format_bytes(leftovers.bytes_per_batch)
             recorder.assume(f"each step leaves {left} behind; what more steps leave is not included")
+
+
+def _to_be_hooked(recorder: Recorder, module_copy: nn.Module) -> nn.Module:
+    """Return the module, or another: hooks of what is compiled are compiled, too, and it again once they are gone."""
+    outside = not recorder.compiled or port.compiler_of_module(module_copy) is not None
+    return module_copy if outside else nn.Identity()
 
 
 def _give_gradients(recorder: Recorder, module_copy: nn.Module, optimizers: Sequence[Optimizer] = ()) -> None:
