@@ -25,6 +25,7 @@ from lightning_memguard.core.batch.batches import Epoch
 from lightning_memguard.core.capture.capture import Variant
 from lightning_memguard.core.capture.curve import Curve, Terms
 from lightning_memguard.core.capture.predict import Prediction, Surveyor
+from lightning_memguard.core.capture.program import _to_be_hooked
 from lightning_memguard.core.capture.recorder import Recorder
 from lightning_memguard.core.decision.decision import Budget, Request
 from lightning_memguard.core.replay.settings import AllocatorSettings
@@ -517,3 +518,12 @@ def test_a_step_is_compiled_for_batches_of_any_shape(active):
         torch.compile(lambda x: x + 1, backend=noting)(torch.ones(6, 5))
     assert any(isinstance(each, torch.SymInt) for each in given) is active
     torch.compiler.reset()
+
+
+def test_only_what_is_called_outside_of_compiled_code_is_given_hooks():
+    layer = nn.Linear(2, 2)
+    wrapped: Any = torch.compile(layer)
+    written, as_compiles = (Recorder("cpu", compiled=compiles) for compiles in (False, True))
+    assert _to_be_hooked(written, layer) is layer
+    assert _to_be_hooked(as_compiles, wrapped) is wrapped
+    assert _to_be_hooked(as_compiles, layer) is not layer
