@@ -32,7 +32,7 @@ class Data(pl.LightningDataModule):
 @pytest.mark.parametrize(
     ("thing", "is_users"),
     [(Mine(), True), (Data(), True), (nn.Linear(1, 1), False), (pl.Callback(), False), (deque(), False), (Mine, False)],
-    ids=repr,
+    ids=lambda each: type(each).__name__,
 )
 def test_an_object_is_the_users_if_any_of_its_classes_is(thing: object, is_users: bool) -> None:
     assert objects.is_users(thing) == is_users
