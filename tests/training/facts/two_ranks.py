@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memguard import MemGuard
 from lightning_memguard.core.range import NOTHING
-from lightning_memguard.training.run import choose, profile
+from lightning_memguard.training.run import choose, reading
 from lightning_memguard.units import KIB
 from tests.forks import run_all
 
@@ -172,4 +172,4 @@ def write(rank: int, folder: Path, runs: dict[str, Callable[[], dict[str, Any]]]
 
 def count_tensors_alone() -> None:
     """Count no other memory of a process, which would be most of these budgets."""
-    profile.process_bytes = lambda *_: NOTHING  # type: ignore[assignment]
+    reading.process_bytes = lambda *_: NOTHING  # type: ignore[assignment]
