@@ -66,7 +66,7 @@ def is_users(thing: object) -> bool:
     return _is_users(type(thing))  # type: ignore[arg-type]  # classes are hashable, but for odd metaclasses
 
 
-@functools.cache
+@functools.lru_cache(1024)  # a notebook's classes come and go
 def _is_users(kind: type) -> bool:
     return bool(users_classes(kind)) and not issubclass(kind, (type, Tensor))
 
