@@ -294,6 +294,7 @@ NOT_NEEDED = {
     "torch._higher_order_ops.flex_attention",
     "torch._prims.rng_prims.run_and_save_rng_state",
     "torch._prims.rng_prims.run_with_rng_state",
+    "torch._functorch.partitioners.functionalize_rng_ops",
     "torch._dynamo.device_interface.CudaInterface.exchange_device",
     "torch._dynamo.device_interface.CudaInterface.get_raw_stream",
     "torch._dynamo.device_interface.CudaInterface.maybe_exchange_device",

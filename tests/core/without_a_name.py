@@ -201,7 +201,13 @@ COMPILED_FOR_A_GPU = (
     *("torch._C._ConvBackend", "torch.library.Library._destroy"),
 )
 ESTIMATED |= dict.fromkeys(COMPILED_FOR_A_GPU, ("H200", "compiled"))
-COMPILED = ("torch._inductor", "torch._functorch.config", "torch._C._dynamo", "torch._dynamo.reset")
+COMPILED = (
+    "torch._inductor",
+    "torch._functorch.config",
+    "torch._C._dynamo",
+    "torch._dynamo.convert_frame",
+    "torch._dynamo.reset",
+)
 
 
 def main(paths: list[str]) -> None:
