@@ -155,8 +155,11 @@ def find(path: str, **roots: object) -> Any:
 
     A name that another version has under another path is written ``"torch._new or torch._old"``.
     """
-    found = (_find(each, **roots) for each in path.split(" or "))
-    return next((each for each in found if not isinstance(each, Absent)), Absent(path))
+    for each in path.split(" or "):
+        found = _find(each, **roots)
+        if not isinstance(found, Absent):
+            return found
+    return Absent(path)
 
 
 def _find(path: str, **roots: object) -> Any:

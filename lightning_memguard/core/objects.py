@@ -117,7 +117,7 @@ def walk(
 
 
 def closed_over(function: FunctionType) -> Iterator[tuple[str, object]]:
-    """What a function closes over, by name."""
+    """Yield the values that a function closes over, by name."""
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         with contextlib.suppress(ValueError):  # not filled yet
             yield name, cell.cell_contents
@@ -131,7 +131,7 @@ def entries_of(thing: object) -> list[object]:
 
 
 def held_by(thing: object) -> list[object]:
-    """What a container, a module or an object of the user's holds. Data is left out: it is there without a training."""
+    """Objects that a container, a module or a user's object holds. Data is left out: it is there without a training."""
     if isinstance(thing, torch.jit.ScriptModule):  # they are not in its dictionary
         return [*thing.parameters(), *thing.buffers()]
     is_data = isinstance(thing, DATA) or hasattr(type(thing), "train_dataloader")

@@ -23,7 +23,7 @@ _OF_LINES = ("activations", "temporaries", "workspaces")
 _WORTH_NAMING = 0.02  # of the predicted peak
 _NOISE_BYTES = 16 * MIB  # of a process's resident memory
 FRAMES = "the frames of this error, until it is let go"
-"""What holds the activations of a step that failed."""
+"""Holders of the activations of a step that failed."""
 
 _LESS_MEMORY = "bf16-mixed precision, activation checkpointing, or a smaller model"
 

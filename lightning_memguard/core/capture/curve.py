@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
 
 from lightning_memguard.core.range import NOTHING, Range
 from lightning_memguard.core.replay.footprint import Footprint, Peak, footprint
@@ -30,6 +30,8 @@ from lightning_memguard.units import format_bytes
 
 if TYPE_CHECKING:
     from lightning_memguard.core.capture.capture import Variant
+
+T = TypeVar("T")
 
 _STATIC = ("parameters", "buffers", "optimizer_state")
 
@@ -151,10 +153,12 @@ class Curve:
 
     @property
     def likely_variant(self) -> Variant | None:
-        """The one of several that is predicted: of epochs the middle one, of batches the largest."""
-        if not self.of_uneven_batches:
-            return None
-        return self.variants[len(self.variants) // 2] if self.variants[0].epoch else self.variants[-1]
+        """The one of several that is predicted; None if they are not uneven batches."""
+        return self._likely_of(self.variants) if self.of_uneven_batches else None
+
+    def _likely_of(self, ascending: Sequence[T]) -> T:
+        """Return of epochs' figures the middle one, of batches' the largest."""
+        return ascending[len(ascending) // 2 if self.variants[0].epoch else -1]
 
     @property
     def surveyed(self) -> Mapping[int, Trace]:
@@ -336,7 +340,7 @@ class Curve:
         sizes = sorted(self.footprint_of(trace).peak_allocated_bytes for trace in traces)
         if not sizes:
             return most
-        likely = sizes[len(sizes) // 2 if self.variants[0].epoch else -1]
+        likely = self._likely_of(sizes)
         return most.doubted("epochs", most.lowest.plus(sizes[0] - likely), most.highest.plus(sizes[-1] - likely))
 
     def _shape_at(self, batch_size: int) -> str:

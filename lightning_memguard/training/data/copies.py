@@ -68,7 +68,7 @@ def refuse_held_iterators(holder: object) -> None:
 
 
 def _named_members(found: tuple[str, object]) -> Iterator[tuple[str, object]]:
-    """What an object refers to, each with what it is called."""
+    """Objects that an object refers to, each with what it is called."""
     name, thing = found
     if isinstance(thing, _LEAVES):
         return
@@ -189,7 +189,7 @@ def preserve_state(thing: object) -> Iterator[None]:
 
 
 def _restore(thing: object) -> Callable[[], object] | None:
-    """What sets a generator or a file back to where it is; None for other things."""
+    """Return a function that sets a generator or a file back to where it is; None for other things."""
     if isinstance(thing, (torch.Generator, np.random.RandomState)):
         return functools.partial(thing.set_state, thing.get_state())  # type: ignore[arg-type]
     if isinstance(thing, np.random.Generator):

@@ -310,7 +310,7 @@ _CAST = type(torch.ones(1, requires_grad=True).to(torch.float64).grad_fn)
 
 
 def _content(storage: torch.UntypedStorage, device: torch.device, layout: Layout | None) -> torch.UntypedStorage:
-    """What is to be copied: a whole storage, or the elements of a small view in order."""
+    """Tensor to be copied: a whole storage, or the elements of a small view in order."""
     if layout is None:
         return storage
     dtype, shape, stride, offset = layout

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Room:
-    """What a training may take on its device now, in bytes, its own part included.
+    """Memory that a training may take on its device now, in bytes, its own part included.
 
     ``usable_bytes`` are ``free_bytes`` less the margin, and less what the allocator holds in pieces too small to use.
     """
@@ -18,7 +18,7 @@ class Room:
 
 @dataclass(frozen=True)
 class Demand:
-    """What the step of one kind of batch takes on its device, in bytes.
+    """Memory that the step of one kind of batch takes on its device, in bytes.
 
     Attributes:
         likely_bytes: the predicted peak.
@@ -35,7 +35,7 @@ class Demand:
     measured: bool = False
 
     def scaled(self, nbytes: int) -> int:
-        """What a step that takes so many bytes on the predicted batch takes on the one at hand, at most."""
+        """Bytes, at most, on the batch at hand of a step that takes so many on the predicted one."""
         fixed = min(nbytes, self.fixed_bytes)
         return fixed + int((nbytes - fixed) * self.times)
 

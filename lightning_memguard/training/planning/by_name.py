@@ -372,7 +372,7 @@ def trainers_optimizer(name: str) -> MakeOptimizer | None:
 
 
 def _rests_on(tuning: FineTuning, model: nn.Module, dtype: torch.dtype, precision: str) -> Iterator[str]:
-    """What the figures of a fine-tuning rest on."""
+    """Notes on what the figures of a fine-tuning rest on."""
     versions = {"transformers": True, "peft": bool(tuning.lora), "bitsandbytes": bool(tuning.bits)}
     built = " and ".join(f"{name} {importlib.metadata.version(name)}" for name, used in versions.items() if used)
     attention = tuning.attention or getattr(model.config, "_attn_implementation", "transformers' own choice")

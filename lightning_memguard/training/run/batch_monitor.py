@@ -118,7 +118,7 @@ class BatchWatch:
         return self.kinds[place], times[place]
 
     def _sizes(self, batch: object) -> list[float]:
-        """What memory grows with, without single dimensions, which one batch shares with others."""
+        """Sizes that memory grows with, without single dimensions, which one batch shares with others."""
         return growth_sizes(self.shapes if self.is_fixed else (), batch_bytes(batch), alone=False)
 
     def predict(self, batch: object) -> Larger | None:

@@ -14,7 +14,7 @@ from lightning_memguard.units import format_bytes
 
 @dataclass(frozen=True)
 class HostSide:
-    """What of a run is on the host. On the CPU, where the host is the device, workers count as the run's own.
+    """Memory of a run on the host. On the CPU, where the host is the device, workers count as the run's own.
 
     Attributes:
         workers: processes that prepare its batches; None if there are none.

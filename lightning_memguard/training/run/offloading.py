@@ -32,7 +32,7 @@ _OF_KERNELS = ("workspaces",)
 
 
 class Plan(NamedTuple):
-    """What becomes of batches of some shapes: bytes of activations that stay, None for all; whether some must move.
+    """Plan for batches of some shapes: bytes of activations that stay, None for all; whether some must move.
 
     ``likely_bytes`` are predicted of their step as it is.
     """
@@ -126,7 +126,7 @@ class Offloading:
         return Plan(kept, must_move, kind.footprint.peak_device_bytes)
 
     def _demand(self, watch: BatchWatch, batch: object) -> tuple[Kind, Demand]:
-        """What is known of batches like this one; what was measured of the usual ones corrects it."""
+        """Demand of batches like this one; what was measured of the usual ones corrects it."""
         kind, times = watch.alike(batch)
         return kind, self._demand_of(watch.kinds[0], kind, times)
 

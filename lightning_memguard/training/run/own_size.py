@@ -37,7 +37,7 @@ class OwnSize:
         return self.size or decision.batch_size
 
     def settings(self, decision: Decision, facts: RunFacts) -> Mapping[str, object]:
-        """What the Trainer is set to: the batches of a hook's own size are not pieces of larger ones."""
+        """Settings of the Trainer: the batches of a hook's own size are not pieces of larger ones."""
         scaled = facts.divided(1 if self.size else decision.pieces)
         own, decided = decision.requested_accumulate_grad_batches, decision.accumulate_grad_batches
         return {

@@ -256,7 +256,7 @@ class RunReader:
 
 @dataclass(frozen=True)
 class HandedRun:
-    """What the run's own process gets of a run that a child has read.
+    """Part of a run, read in a child, that its own process gets.
 
     Attributes:
         batches: those of its step and of its validation, without the samples that make others; packed.

@@ -14,7 +14,7 @@ from lightning_memguard.training.run.reading import Run
 
 @dataclass(frozen=True)
 class Saving:
-    """What the checkpoints of a fit hold.
+    """Checkpoints of a fit, by what they hold.
 
     Attributes:
         parts: the parts of the training in them; empty if none are saved.
