@@ -102,8 +102,8 @@ class Curve:
         gaps: the sizes that were asked for and not captured.
         reads: what the step read as it ran as written, if it calls code for torch.compile; ``growth`` and ``captured``
             have it uncompiled. None if it compiles nothing.
-        compiled: traces of the compiled step, by batch size. Between them footprints are estimates.
-        any_shape: likewise, compiled for any shape, as torch.compile does once batches of a second one have come.
+        compiled: by batch size, the trace of the step compiled for its batch's shape, and if batches differ, of the one
+            that torch.compile makes for any shape once a second one has come. Between sizes footprints are estimates.
         variants: the captures at each size, if memory depends on values.
         drawn: if the step draws sizes, how its events grow under other random numbers than those of ``growth``.
         ceiling: the largest possible memory, if that is known too.
@@ -123,8 +123,7 @@ class Curve:
     proofs: Mapping[int, Proof] = field(default_factory=dict)
     gaps: Mapping[int, Gap] = field(default_factory=dict)
     reads: Answers | None = None
-    compiled: Mapping[int, Trace] = field(default_factory=dict)
-    any_shape: Mapping[int, Trace] = field(default_factory=dict)
+    compiled: Mapping[int, tuple[Trace, ...]] = field(default_factory=dict)
     variants: tuple[Variant, ...] = ()
     drawn: tuple[Growth | PackedGrowth, ...] = ()
     ceiling: Growth | PackedGrowth | None = None
@@ -186,9 +185,8 @@ class Curve:
         all_growth = self.growth, self.ceiling, self.floor, *self.drawn
         growth, ceiling, floor, *drawn = (PackedGrowth.of(g) if isinstance(g, Growth) else g for g in all_growth)
         packed = replace(self, growth=growth, ceiling=ceiling, floor=floor, compiled=PackedTraces.of(self.compiled))
-        packed = replace(packed, drawn=tuple(filter(None, drawn)), any_shape=PackedTraces.of(self.any_shape))
-        captured = PackedTraces.of({} if growth else self.captured)
-        return replace(packed, captured=captured, unfrozen=self.unfrozen and self.unfrozen.packed())
+        packed = replace(packed, drawn=tuple(filter(None, drawn)), unfrozen=self.unfrozen and self.unfrozen.packed())
+        return replace(packed, captured=PackedTraces.of({} if growth else self.captured))
 
     def unpacked(self) -> Curve:
         """Return the curve with its growth unpacked, to be asked at many sizes, or its traces if it has none."""
@@ -198,7 +196,7 @@ class Curve:
 
     def uncompiled(self) -> Curve:
         """Return the curve as if torch.compile did nothing."""
-        return replace(self, reads=None, compiled={}, any_shape={})
+        return replace(self, reads=None, compiled={})
 
     def on_terms(self, **changes: object) -> Curve:
         """Return the curve with some of its terms changed."""
@@ -243,8 +241,7 @@ class Curve:
     def _traces_at(self, batch_size: int) -> tuple[Trace, ...]:
         """Return the trace of each variant, the largest first."""
         if batch_size in self.compiled:
-            again = self.any_shape.get(batch_size)
-            return (self.compiled[batch_size], *([again] if again else []))
+            return self.compiled[batch_size]
         if self.method in PARTIAL:
             return (replace(next(iter(self.captured.values()))[0], batch_size=batch_size),)
         if self._has_all_at(batch_size) and not self.drawn:

@@ -192,7 +192,7 @@ class Surveyor:
         except CaptureFailedError as error:
             eager = replace(curve.uncompiled(), notes=(*curve.notes, _reason("compiled", error)))
             return self.prove(eager, batch_size)
-        found = replace(curve.confirmed_by(trace), compiled={**curve.compiled, batch_size: trace})
+        found = replace(curve.confirmed_by(trace), compiled={**curve.compiled, batch_size: (trace,)})
         try:
             if not self.program.changes_shape(batch_size):
                 return found
@@ -200,7 +200,7 @@ class Surveyor:
         except Exception as error:  # noqa: BLE001 - the user's collate function may raise anything
             note = f"{_NOT_AGAIN}: {error}"
             return replace(found, notes=(*found.notes, note))
-        return replace(found, any_shape={**curve.any_shape, batch_size: again})
+        return replace(found, compiled={**curve.compiled, batch_size: (trace, again)})
 
 
 _NOT_AGAIN = "what torch.compile makes of the step once batches of other shapes have come was not captured"

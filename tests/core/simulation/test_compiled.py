@@ -446,7 +446,8 @@ def test_a_compiled_step_is_as_large_as_measured(tmp_path, monkeypatch):
 def in_steps(captured: list[int], _: Surveyor, curve: Curve, batch_size: int) -> Curve:
     """Stands for a capture of a step that takes 1 MiB a sample as written, 2 MiB a sample and 3 MiB more compiled."""
     captured.append(batch_size)
-    return replace(curve, compiled={**curve.compiled, batch_size: trace_of(batch_size, (2 * batch_size + 3) * MIB)})
+    trace = trace_of(batch_size, (2 * batch_size + 3) * MIB)
+    return replace(curve, compiled={**curve.compiled, batch_size: (trace,)})
 
 
 def trace_of(batch_size: int, nbytes: int, *notes: str) -> Trace:
@@ -476,7 +477,7 @@ def test_a_size_is_chosen_by_few_captures_of_the_compiled_step(monkeypatch: pyte
 def test_between_the_sizes_captured_a_compiled_step_is_on_a_line():
     rules = AllocatorSettings.for_device("cpu", {})
     traces = [trace_of(size, size * MIB, NOTE) for size in (4, 8)]
-    known = {size: trace_of(size, (2 * size + 3) * MIB) for size in (10, 20)}
+    known = {size: (trace_of(size, (2 * size + 3) * MIB),) for size in (10, 20)}
     curve = Curve(Terms(rules), "fake", grow(traces), reads=(), compiled=known)
     found = curve.footprint_at(14)
     assert (found.batch_size, found.peak_allocated_bytes) == (14, 31 * MIB)
@@ -487,9 +488,9 @@ def test_between_the_sizes_captured_a_compiled_step_is_on_a_line():
 
 def test_the_larger_of_a_step_compiled_for_its_shape_and_for_any_is_predicted():
     traces = [trace_of(size, size * MIB, NOTE) for size in (4, 8)]
-    own, any_shape = ({8: trace_of(8, mib * MIB)} for mib in (20, 23))
-    curve = Curve(Terms(AllocatorSettings.for_device("cpu", {})), "fake", grow(traces), reads=(), compiled=own)
-    found = replace(curve, any_shape=any_shape).packed().footprint_at(8)
+    own, any_shape = (trace_of(8, mib * MIB) for mib in (20, 23))
+    curve = Curve(Terms(AllocatorSettings.for_device("cpu", {})), "fake", grow(traces), reads=(), compiled={8: (own,)})
+    found = replace(curve, compiled={8: (own, any_shape)}).packed().footprint_at(8)
     assert found.peak_allocated_bytes == found.highest.allocated_bytes == 23 * MIB
     assert found.lowest.allocated_bytes == 20 * MIB
     assert "compiled for this one the step takes 20.0 MiB, compiled again for any 23.0 MiB" in found.notes[-1]
@@ -501,7 +502,7 @@ def test_epochs_whose_batches_differ_widen_a_compiled_step_by_what_they_do_as_wr
     written = tuple(trace_of(8, mib * MIB, NOTE) for mib in (12, 10, 9))
     curve = Curve(Terms(AllocatorSettings.for_device("cpu", {})), "fake", captured={8: written}, variants=variants)
     assert curve.likely_variant == variants[1]
-    found = replace(curve, reads=(), compiled={8: trace_of(8, 7 * MIB)}).footprint_at(8)
+    found = replace(curve, reads=(), compiled={8: (trace_of(8, 7 * MIB),)}).footprint_at(8)
     peaks = found.lowest.allocated_bytes, found.peak_allocated_bytes, found.highest.allocated_bytes
     assert peaks == (6 * MIB, 7 * MIB, 9 * MIB)
 
