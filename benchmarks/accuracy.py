@@ -261,8 +261,8 @@ def captured(row: dict[str, str]) -> Captured:
     from lightning_memguard.core.simulation import sdpa
 
     quieten()
-    sdpa.cudnn_version = lambda: OLD_CUDNN  # type: ignore[assignment]
-    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":0:0" if row["version"] == "2025-05" else ""
+    workspaces = {"CUBLAS_WORKSPACE_CONFIG": ":0:0" if row["version"] == "2025-05" else ""}
+    old_cudnn = mock.patch.object(sdpa, "cudnn_version", return_value=OLD_CUDNN)
     model, batch, step = image_loop(row) if is_image(row) else text_loop(row)
     chosen = getattr(torch.optim, row["optimizer"])
     optimizer = lambda parameters: chosen(parameters, lr=0.001)  # noqa: E731
@@ -270,7 +270,7 @@ def captured(row: dict[str, str]) -> Captured:
     gpu = gpus.find(row["gpu"])
     program = LoopProgram(*given, gpu=gpu)
     settings = AllocatorSettings.for_device("cuda", {})
-    with transformers_of_2025(row):
+    with transformers_of_2025(row), old_cudnn, mock.patch.dict(os.environ, workspaces):
         trace = capture(program, int(row["batch"]), "fake")
     recent = row["version"].startswith("2025")
     setup = tuple(event for event in trace.events if event.phase == "setup")
