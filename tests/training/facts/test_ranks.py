@@ -87,7 +87,7 @@ def test_all_ranks_divide_a_batch_that_one_of_them_cannot_hold(seen: dict[str, t
 
 
 def test_ranks_on_one_host_share_what_it_has_free(seen: dict[str, tuple[Seen, Seen]]) -> None:
-    here, there = seen["shared"]
+    here, there = seen["whole"]
     assert here["device"] == there["device"] == "CPU, shared by 2 ranks"
     assert here["free"] == there["free"] > 0
 
@@ -100,8 +100,7 @@ def test_only_rank_zero_speaks(seen: dict[str, tuple[Seen, Seen]]) -> None:
 
 
 def test_a_resume_keeps_the_size_on_all_ranks(seen: dict[str, tuple[Seen, Seen]]) -> None:
-    for rank in seen["resume"]:
-        first, again = rank["first"], rank["again"]
+    for first, again in zip(seen["budgets"], seen["resume"], strict=True):
         assert again["size"] == first["size"]
         assert again["limited_by"] == "checkpoint"
         assert again["step"] == 2 * first["step"]

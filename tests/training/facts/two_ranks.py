@@ -98,12 +98,15 @@ def one_fails() -> dict[str, Any]:
         return fit(MemGuard(batch_size="largest"))
 
 
+def budgets(folder: Path) -> dict[str, Any]:
+    """Train at a size that one budget gives; `resume` goes on under another."""
+    guard = MemGuard(batch_size="largest", budget=(100 if RANK == 0 else 200) * KIB)
+    return fit(guard, save=str(folder / "resume.ckpt"))
+
+
 def resume(folder: Path) -> dict[str, Any]:
-    """Train at a size that one budget gives, and go on under another."""
-    path = str(folder / "resume.ckpt")
-    first = fit(MemGuard(batch_size="largest", budget=200 * KIB), save=path)
-    again = fit(MemGuard(batch_size="largest", budget=800 * KIB), ckpt_path=path, max_epochs=2)
-    return {"first": first, "again": again}
+    guard = MemGuard(batch_size="largest", budget=800 * KIB)
+    return fit(guard, ckpt_path=str(folder / "resume.ckpt"), max_epochs=2)
 
 
 class Normed(Module):
@@ -130,12 +133,11 @@ def offloaded(*ranks: int, **settings: Any) -> dict[str, Any]:
 
 def scenarios(folder: Path) -> dict[str, Callable[[], dict[str, Any]]]:
     return {
-        "budgets": lambda: fit(MemGuard(batch_size="largest", budget=(100 if RANK == 0 else 200) * KIB)),
+        "budgets": lambda: budgets(folder),
         "one fails": one_fails,
         "one too small": lambda: fit(MemGuard(batch_size="largest", budget=(800 if RANK == 0 else 1) * KIB)),
         "effective": lambda: fit(MemGuard(budget=100 * KIB, keep_effective_batch_size=256)),
         "divided": lambda: fit(MemGuard(budget=(800 if RANK == 0 else 100) * KIB), size=200),
-        "shared": lambda: fit(MemGuard(batch_size="largest", max_batch_size=8)),
         "check": lambda: fit(MemGuard(mode="check", budget=1 * KIB)),
         "resume": lambda: resume(folder),
         "whole": offloaded,

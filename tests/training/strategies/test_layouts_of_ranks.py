@@ -75,15 +75,15 @@ def test_a_rank_whose_activations_are_elsewhere_trains_as_all_others(seen: dict[
 
 
 def test_a_second_fit_is_tuned_unless_its_module_is_sharded_already(seen: dict[str, tuple[Seen, Seen]]) -> None:
-    for rank in seen["twice"]:
-        assert rank["first"] == rank["second"]
-        assert rank["first"]["outcome"] == "tuned"
-        assert rank["again"]["outcome"] == "stepped aside"
-        assert rank["again"]["sizes"] == [2] * 4
-        for name, size in {"again": 2, "validated": 3}.items():
+    for rank in seen["fsdp"]:
+        second, again, validated = (rank["later"][name] for name in ("second", "again", "validated"))
+        assert {name: rank[name] for name in second} == second
+        assert again["outcome"] == "stepped aside"
+        assert again["sizes"] == [2] * len(second["sizes"])
+        for run, size in ((again, 2), (validated, 3)):
             kept = f"its parameters are sharded already, as an earlier run has left them; batch size {size} is kept"
-            assert rank[name]["reason"] == kept
-            assert rank[name]["size"] == size
+            assert run["reason"] == kept
+            assert run["size"] == size
 
 
 def test_the_effective_batch_counts_ranks_with_samples_of_their_own(seen: dict[str, tuple[Seen, Seen]]) -> None:

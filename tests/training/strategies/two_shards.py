@@ -49,9 +49,11 @@ class Block(nn.Module):
 
 
 class Module(pl.LightningModule):
+    BLOCKS = 3
+
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.Sequential(Block(), Block(), Block())
+        self.blocks = nn.Sequential(*(Block() for _ in range(self.BLOCKS)))
         self.sizes: list[int] = []
         self.world_sizes: list[int] = []
 
@@ -154,6 +156,10 @@ def locals_of(module: nn.Module) -> list[torch.Tensor]:
     return [getattr(p, "_local_tensor", p).detach().clone() for p in module.parameters()]
 
 
+class OneBlock(Module):
+    BLOCKS = 1
+
+
 class RunsOut(Module):
     """Its third batch does not fit, on any rank."""
 
@@ -206,13 +212,27 @@ def by_hand(size: int, data: int, tensor: int) -> tuple[list[torch.Tensor], int]
 
 
 def tuned(data: int, tensor: int) -> Seen:
-    """A fit that is tuned, next to fits by hand at its size and at 10 % more."""
-    guard = MemGuard(batch_size="largest", budget=BUDGET)
-    seen, module = fit(guard, strategy(data, tensor), data * tensor, limit_train_batches=STEPS)
-    size = seen["size"]
-    weights, peak = by_hand(size, data, tensor)
+    """A fit that is tuned, next to fits by hand at its size and at 10 % more; and later runs of its Trainer."""
+    guard, module = MemGuard(batch_size="largest", budget=BUDGET), module_of()
+    trainer = trainer_of(strategy(data, tensor), [guard], data * tensor, limit_train_batches=STEPS, limit_val_batches=2)
+    trainer.fit(module, data_of(2))
+    seen = {**seen_of(guard), "sizes": module.sizes}
+    weights, peak = by_hand(seen["size"], data, tensor)
     alike = all(map(torch.equal, weights, locals_of(module)))
-    return {**seen, "alike": alike, "measured": peak, "larger": by_hand(-(-size * 11 // 10), data, tensor)[1]}
+    larger = by_hand(-(-seen["size"] * 11 // 10), data, tensor)[1]
+    return {**seen, "alike": alike, "measured": peak, "larger": larger, "later": later_runs(trainer, guard)}
+
+
+def later_runs(trainer: pl.Trainer, guard: MemGuard) -> dict[str, Seen]:
+    """A second module, and the same once more: it is sharded by then."""
+    module, seen = module_of(), {}
+    for name in ("second", "again"):
+        module.sizes.clear()
+        trainer.fit_loop.max_epochs += 1
+        trainer.fit(module, data_of(2))
+        seen[name] = {**seen_of(guard), "sizes": [*module.sizes]}
+    trainer.validate(module, data_of(3), verbose=False)
+    return {**seen, "validated": seen_of(guard)}
 
 
 def one_fails() -> Seen:
@@ -223,26 +243,12 @@ def one_fails() -> Seen:
 
 def one_offloads() -> Seen:
     """A fit in which one rank keeps its activations elsewhere, next to one without MemGuard."""
-    whole = module_of()
+    whole = module_of(OneBlock)
     trainer_of(strategy(2, 1), [], 2).fit(whole, data_of(2))
     guard = MemGuard(max_batch_size=2, offload="always" if os.environ["LOCAL_RANK"] == "1" else "never")
-    seen, module = fit(guard, strategy(2, 1), 2)
+    seen, module = fit(guard, strategy(2, 1), 2, OneBlock)
     alike = all(map(torch.equal, locals_of(whole), locals_of(module)))
     return {**seen, "alike": alike, "offloaded": [record.offloaded for record in guard.records]}
-
-
-def twice() -> Seen:
-    """Two modules with one Trainer, and the second of them once more: it is sharded by then."""
-    guard, modules = MemGuard(batch_size="largest", budget=BUDGET), [module_of(), module_of()]
-    trainer = trainer_of(strategy(2, 1), [guard], 2, limit_val_batches=2)
-    seen = {}
-    for name, module in {"first": modules[0], "second": modules[1], "again": modules[1]}.items():
-        module.sizes.clear()
-        trainer.fit(module, data_of(2))
-        trainer.fit_loop.max_epochs += 1
-        seen[name] = {**seen_of(guard), "sizes": [*module.sizes]}
-    trainer.validate(modules[1], data_of(3), verbose=False)
-    return {**seen, "validated": seen_of(guard)}
 
 
 def resumes(folder: Path) -> Seen:
@@ -258,12 +264,12 @@ def resumes(folder: Path) -> Seen:
 
 
 def scenarios() -> dict[str, Callable[[], Seen]]:
+    effective = {"budget": BUDGET, "keep_effective_batch_size": 240}
     return {
         "fsdp": lambda: tuned(2, 1),
         "one fails": one_fails,
         "one offloads": one_offloads,
-        "twice": twice,
-        "effective": lambda: fit(MemGuard(budget=BUDGET, keep_effective_batch_size=240), strategy(1, 2), 2)[0],
+        "effective": lambda: fit(MemGuard(**effective), strategy(1, 2), 2, OneBlock)[0],
     }
 
 
