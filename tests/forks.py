@@ -82,10 +82,13 @@ def _with_shared_memory(megabytes: int, work: Callable[[Path], None], folder: Pa
     work(folder)
 
 
-def run_script(script: Path, folder: Path, *options: str) -> str:
-    """What a script prints in a folder, in a process that has imported torch and Lightning before; it must succeed."""
+def run_script(script: Path, folder: Path, *options: str, without: str = "") -> str:
+    """What a script prints in a folder, in a process that has imported torch and Lightning before; it must succeed.
+
+    A package ``without`` which it begins is imported again where the script first needs it.
+    """
     shown = folder.with_name(f"{folder.name}.txt")
-    process = CONTEXT.Process(target=_run_script, args=(script, folder, shown, options))
+    process = CONTEXT.Process(target=_run_script, args=(script, folder, shown, options, without))
     process.start()
     process.join(600)
     text = shown.read_text(encoding="utf-8")
@@ -100,7 +103,9 @@ def run_program(code: str, folder: Path) -> str:
     return run_script(script, folder)
 
 
-def _run_script(script: Path, folder: Path, shown: Path, options: tuple[str, ...]) -> None:
+def _run_script(script: Path, folder: Path, shown: Path, options: tuple[str, ...], without: str) -> None:
+    for name in [each for each in sys.modules if each.partition(".")[0] == without]:
+        del sys.modules[name]
     os.chdir(folder)
     os.environ["COLUMNS"] = "160"  # no wrapped sentences
     with shown.open("wb") as file:

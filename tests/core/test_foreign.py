@@ -36,6 +36,7 @@ from lightning_memguard.core.foreign import (
 from lightning_memguard.errors import CannotTraceError
 from lightning_memguard.training.facts import lightning_port
 from lightning_memguard.training.run import callback
+from tests.forks import run_script
 
 PROGRAM = Path(__file__).with_name("without_a_name.py")
 PACKAGE = Path(foreign.__file__).parents[1]
@@ -245,8 +246,8 @@ SAMPLE = {
 
 
 @FORKS
-def test_a_run_goes_on_without_a_name_and_says_so() -> None:
-    found = outcomes(*SAMPLE)
+def test_a_run_goes_on_without_a_name_and_says_so(tmp_path: Path) -> None:
+    found = outcomes(forked(tmp_path, *SAMPLE))
     assert {path: outcome for path, (outcome, _) in found.items()} == SAMPLE
     for path, (_, words) in found.items():
         needs = rf"does not have {re.escape(path)}, which MemGuard needs to \w+"
@@ -260,7 +261,8 @@ def test_a_run_goes_on_without_a_name_and_says_so() -> None:
 def test_no_name_of_torch_stops_a_run(part: str) -> None:
     """Types of C++ keep their attributes, so a few cannot be removed. Others are not needed by a run this small."""
     needs = [need for need in (*table(), *port_table()) if need.part == part]
-    found = outcomes(*dict.fromkeys(path for need in needs for path in need.paths if path in OF_TORCH))
+    paths = dict.fromkeys(path for need in needs for path in need.paths if path in OF_TORCH)
+    found = outcomes(output_of(PROGRAM, *paths, env=ENVIRONMENT))  # where MemGuard was never imported
     assert not {path: words for path, (outcome, words) in found.items() if outcome in ("raised", "another peak")}
     silent = {path: outcome for path, (outcome, words) in found.items() if last(path) not in words}
     assert {*silent.values()} <= {"cannot be removed", "tuned"}
@@ -274,8 +276,8 @@ FUNCTIONS = [name for name, each in vars(torch_port).items() if getattr(each, "_
 
 @FORKS
 @pytest.mark.parametrize("names", [RAISING, pytest.param(FUNCTIONS, marks=pytest.mark.long, id="all")])
-def test_a_run_trains_as_without_us_if_a_function_of_the_port_raises(names: list[str]) -> None:
-    lines = [json.loads(line) for line in output_of(PROGRAM, "--port", *names, env=ENVIRONMENT).splitlines()]
+def test_a_run_trains_as_without_us_if_a_function_of_the_port_raises(names: list[str], tmp_path: Path) -> None:
+    lines = [json.loads(line) for line in forked(tmp_path, "--port", *names).splitlines()]
     assert not {name: words for name, outcome, words, *_ in lines if outcome == "raised"}
     weights = {name: found for name, _, _, found in lines}
     assert not [name for name in names if weights[name] != weights[""]]
@@ -306,9 +308,14 @@ def last(path: str) -> str:
     return path.rpartition(".")[2]
 
 
-def outcomes(*paths: str) -> dict[str, tuple[str, str]]:
-    lines = output_of(PROGRAM, *paths, env=ENVIRONMENT).splitlines()
-    return {path: (outcome, words) for path, outcome, words in map(json.loads, lines)}
+def outcomes(lines: str) -> dict[str, tuple[str, str]]:
+    return {path: (outcome, words) for path, outcome, words in map(json.loads, lines.splitlines())}
+
+
+def forked(folder: Path, *arguments: str) -> str:
+    """What the program prints; it imports MemGuard again, without the names that are gone by then."""
+    lines = run_script(PROGRAM, folder, *arguments, without=PACKAGE.name).splitlines()
+    return "\n".join(line for line in lines if line.startswith("["))  # and no warnings
 
 
 def output_of(*arguments: object, **how: Any) -> str:
