@@ -137,11 +137,12 @@ def _versions_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Captures run in this process, as in a child, so that a test sees what they do."""
+def here(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Captures run in this process, as in a child, but in a test marked `children`: a test sees them, and is faster."""
     from tests.warm import capture_here
 
-    capture_here(monkeypatch.setattr)
+    if not request.node.get_closest_marker("children"):
+        capture_here(monkeypatch.setattr)
 
 
 @pytest.fixture(scope="module")

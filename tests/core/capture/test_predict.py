@@ -34,6 +34,7 @@ from lightning_memguard.core.trace.trace import WORTH_A_NOTE, Trace
 from lightning_memguard.errors import CannotTraceError, MemGuardError
 from tests.long import long_but
 
+pytestmark = pytest.mark.usefixtures("here")
 CPU = torch.device("cpu")
 EXACT = AllocatorSettings(kind="exact")
 
@@ -279,6 +280,7 @@ def test_a_real_run_takes_what_a_fake_one_would_however_large_the_example():
     assert prediction.footprint_at(16).peak_allocated_bytes == peak(16)
 
 
+@pytest.mark.children
 def test_a_real_run_leaves_weights_and_random_state_as_they_were():
     model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5))
     weights, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
@@ -741,6 +743,7 @@ def test_a_compiled_step_that_takes_too_long_is_not_said_to_have_failed() -> Non
     )
 
 
+@pytest.mark.children
 def test_what_was_captured_until_the_deadline_is_used_with_a_range(time_is_up: Callable[..., int]) -> None:
     program = program_of()
     with until_deadline(program, next_size=time_is_up):
@@ -756,6 +759,7 @@ def test_what_was_captured_until_the_deadline_is_used_with_a_range(time_is_up: C
     assert prediction.footprint_at(8).high is None
 
 
+@pytest.mark.children
 def test_a_size_asked_for_after_the_deadline_is_extrapolated_with_a_range(time_is_up: Callable[..., int]) -> None:
     program = program_of()
     with until_deadline(program):
@@ -769,6 +773,7 @@ def test_a_size_asked_for_after_the_deadline_is_extrapolated_with_a_range(time_i
     )
 
 
+@pytest.mark.children
 def test_a_proof_that_the_deadline_cuts_short_is_noted(time_is_up: Callable[..., int]) -> None:
     program = program_of()
     with until_deadline(program):
@@ -779,6 +784,7 @@ def test_a_proof_that_the_deadline_cuts_short_is_noted(time_is_up: Callable[...,
     assert prediction.footprint_at(64).high is None
 
 
+@pytest.mark.children
 def test_real_steps_that_the_deadline_leaves_out_are_noted(
     time_is_up: Callable[..., int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -800,6 +806,7 @@ def test_real_steps_that_the_deadline_leaves_out_are_noted(
     )
 
 
+@pytest.mark.children
 def test_largest_results_that_the_deadline_lets_no_real_step_check_are_the_upper_end(
     time_is_up: Callable[..., int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -818,6 +825,7 @@ def test_largest_results_that_the_deadline_lets_no_real_step_check_are_the_upper
     assert "other values were not tried: at most with results as large as their operators can make them" in found.notes
 
 
+@pytest.mark.children
 def test_what_a_deadline_leaves_open_is_bounded_by_what_grew_between_two_sizes(time_is_up: Callable[..., int]) -> None:
     """Of 1 MiB that the step makes whatever its batch, none grows with the square; no range begins below zero."""
 
@@ -833,6 +841,7 @@ def test_what_a_deadline_leaves_open_is_bounded_by_what_grew_between_two_sizes(t
     assert found.lowest.allocated_bytes <= whole.peak_allocated_bytes <= found.high.allocated_bytes < 2 << 20
 
 
+@pytest.mark.children
 def test_real_steps_that_the_deadline_leaves_out_at_the_size_asked_for_do_not_fail(
     time_is_up: Callable[..., int],
 ) -> None:
@@ -846,6 +855,7 @@ def test_real_steps_that_the_deadline_leaves_out_at_the_size_asked_for_do_not_fa
     assert "extrapolated from batch size" in " ".join(found.notes)
 
 
+@pytest.mark.children
 def test_if_nothing_was_captured_until_the_deadline_nothing_but_that_is_known(
     time_is_up: Callable[..., int],
 ) -> None:
@@ -858,6 +868,7 @@ def test_if_nothing_was_captured_until_the_deadline_nothing_but_that_is_known(
     assert prediction.curve.stopped == "time was up (max_setup_seconds)"
 
 
+@pytest.mark.children
 def test_once_time_is_short_a_step_is_captured_at_the_size_asked_for_and_nowhere_else(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

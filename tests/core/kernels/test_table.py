@@ -23,6 +23,8 @@ from lightning_memguard.core.trace.trace import Trace
 from lightning_memguard.units import MIB
 from tests.profiled import measured_peak
 
+pytestmark = pytest.mark.usefixtures("here")
+
 X = (6, 16, 12, 12)
 HOPPER = CudaTarget((9, 0), 132)
 

@@ -22,6 +22,7 @@ from lightning_memguard.core.trace.trace import Event, Trace
 from tests.long import long_but
 
 pytestmark = [
+    pytest.mark.usefixtures("here"),
     pytest.mark.filterwarnings("ignore:PyTorch was compiled without cuDNN"),
     pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN"),
 ]

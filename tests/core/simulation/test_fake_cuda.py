@@ -37,6 +37,8 @@ from lightning_memguard.core.trace.scratch import NONE
 from lightning_memguard.core.trace.trace import Trace
 from lightning_memguard.errors import CannotTraceError
 
+pytestmark = pytest.mark.usefixtures("here")
+
 H200 = gpus.find("NVIDIA H200")
 V100 = gpus.find("V100")
 
