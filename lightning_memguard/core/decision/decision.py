@@ -95,6 +95,7 @@ class HostUse:
         most_bytes: of all parts together, at most.
         budget: what the host offers; None on the CPU.
         shared_bytes: what is in /dev/shm at once.
+        late_bytes: what may be there in addition for a moment: batches that were used, until their workers let go.
         shared_budget: what /dev/shm offers; None without one.
         remedies: settings of loaders that would take less, with the bytes that they save, in plain words.
         of_saving: such settings of checkpoints.
@@ -107,11 +108,12 @@ class HostUse:
     shared_budget: Budget | None
     remedies: tuple[str, ...] = ()
     of_saving: tuple[str, ...] = ()
+    late_bytes: int = 0
 
     @property
     def uses(self) -> tuple[tuple[int, Budget], ...]:
         """Bytes that are taken, each with the budget that must hold it."""
-        held = (self.most_bytes, self.budget), (self.shared_bytes, self.shared_budget)
+        held = (self.most_bytes, self.budget), (self.shared_bytes + self.late_bytes, self.shared_budget)
         return tuple((nbytes, of) for nbytes, of in held if nbytes and of)
 
     @property

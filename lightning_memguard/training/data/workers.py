@@ -71,6 +71,15 @@ class Flight:
         """Batches that workers have made, or are making."""
         return self.workers * self.prefetch_factor
 
+    @property
+    def late(self) -> int:
+        """Batches that were used and may still take shared memory, on a busy machine: the last one of each worker.
+
+        A thread of the worker sends its descriptor of the memory, and closes it a moment later: `_serve` in
+        multiprocessing/resource_sharer.py. Until then it sends no other, so no worker is late with two.
+        """
+        return max(0, self.workers - self.held)
+
     def batch_bytes(self, size: int) -> float:
         """Shared memory of one batch."""
         return sum(fixed + of_sample * size for fixed, of_sample in self.tensors)
@@ -164,6 +173,12 @@ class Workers:
         if loop:
             validating += loop.bytes_of(loop.asked + loop.held - 1 if self.mid_epoch else 1, size)
         return int(max(training + left, validating))
+
+    def late_bytes(self, size: int, validation_size: int) -> int:
+        """What may lie there in addition for a moment."""
+        flights = [(each, of) for each, of in ((self.loop, size), (self.validation, validation_size)) if each]
+        known = ((each, of, each.asked + each.held) for each, of in flights)
+        return int(sum(each.bytes_of(usual + each.late, of) - each.bytes_of(usual, of) for each, of, usual in known))
 
     def ahead_bytes(self, size: int, validation_size: int) -> int:
         """Shared memory without the batch that the process itself works on."""

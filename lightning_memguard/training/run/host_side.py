@@ -69,4 +69,6 @@ class HostSide:
         whole = sum(present.values()) + most - likely - others
         remedies = workers.remedies(*sizes) if workers else ()
         of_saving = tuple(f"{how} needs {format_bytes(nbytes)} less" for how, nbytes in less.items() if nbytes)
-        return HostUse(present if self.budget else {}, whole, self.budget, shared, self.shared, remedies, of_saving)
+        late = workers.late_bytes(*sizes) if workers else 0
+        parts = present if self.budget else {}
+        return HostUse(parts, whole, self.budget, shared, self.shared, remedies, of_saving, late)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import time
+from multiprocessing import reduction, resource_sharer
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +136,21 @@ def test_batches_in_shared_memory(loop: Any, validation: Any, mid_epoch: bool, l
     assert workers.Workers(loop, validation, mid_epoch, leaves).shared_bytes(10, 10) == batches * BATCH
 
 
+@pytest.mark.parametrize(
+    ("loop", "validation", "batches"),
+    [
+        (flight(), None, 1),
+        (flight(held=2), None, 0),
+        (flight(workers=1), None, 0),
+        (flight(workers=4), flight(), 3 + 1),
+        (flight(samples=55), None, 1),  # of six batches that there are
+        (flight(samples=50), None, 0),  # all five are counted already
+    ],
+)
+def test_each_worker_may_be_late_with_its_last_batch(loop: Any, validation: Any, batches: int) -> None:
+    assert workers.Workers(loop, validation, mid_epoch=False, leaves=False).late_bytes(10, 10) == batches * BATCH
+
+
 def test_pinned_blocks_are_powers_of_two_on_a_device_alone() -> None:
     pinned = flight(pins=True, tensors=((0.0, float(PAGE)), (float(PAGE), 0.0)))
     assert workers.Workers(pinned, None, mid_epoch=False, leaves=False).pinned_bytes(10, 0) == 5 * (16 + 1) * PAGE
@@ -189,13 +206,30 @@ class Mean(pl.LightningModule):
 
 
 def test_no_worker_dies_where_docker_gives_little(tmp_path: Path) -> None:
-    """Under 16 MiB, 1,000 samples in one batch end a worker with a bus error."""
+    """Under 16 MiB, 1,000 samples in one batch end a worker with a bus error, and six batches of 64 with an error."""
     with_shared_memory(16, train_where_docker_gives_little, tmp_path)
+
+
+class LateDupFd(resource_sharer.DupFd):
+    """A descriptor of a batch that its worker closes late, as on a busy machine, when the loop is done with it."""
+
+    def __init__(self, fd: int) -> None:
+        kept = os.dup(fd)
+
+        def send(connection: Any, process: int) -> None:
+            reduction.send_handle(connection, kept, process)
+
+        def close() -> None:
+            time.sleep(0.05)
+            os.close(kept)
+
+        self._id = resource_sharer._resource_sharer.register(send, close)
 
 
 def train_where_docker_gives_little(folder: Path) -> None:
     os.chdir(folder)
+    resource_sharer.DupFd = LateDupFd
     guard = MemGuard(batch_size="largest", min_steps_per_epoch=None)
     quiet_trainer(guard).fit(Mean(), DataLoader(Images(), 2, num_workers=2))
     assert guard.decision is not None
-    assert (guard.decision.batch_size, guard.decision.limited_by) == (64, "shared_memory")
+    assert (guard.decision.batch_size, guard.decision.limited_by) == (54, "shared_memory")
