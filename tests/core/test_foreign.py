@@ -110,14 +110,16 @@ PORT_FILES = {port.rpartition(".")[2] for port in PORTS}
 def private_names() -> Iterator[tuple[str, str]]:
     """Private names that are read of something which is none of ours, with the place."""
     files = [file for file in sorted(PACKAGE.rglob("*.py")) if file.stem not in PORT_FILES]
-    trees = {file: ast.parse(file.read_text()) for file in files}
-    nodes = {file: list(ast.walk(tree)) for file, tree in trees.items()}
-    own = {name for each in nodes.values() for node in each for name in defined(node)}
+    nodes = {file: [each for each in ast.walk(ast.parse(file.read_text())) if isinstance(each, NAMING)] for file in files}
+    known = {name for each in nodes.values() for node in each for name in defined(node)} | NOT_FOREIGN | IF_THERE
     for file, each in nodes.items():
         for node in each:
             for name in read(node):
-                if re.fullmatch("_[a-zA-Z].*", name) and name not in own | NOT_FOREIGN | IF_THERE:
+                if re.fullmatch("_[a-zA-Z].*", name) and name not in known:
                     yield name, f"{file.relative_to(PACKAGE)}:{node.lineno}"
+
+
+NAMING = ast.FunctionDef, ast.ClassDef, ast.Name, ast.Attribute, ast.ImportFrom, ast.Call
 
 
 def defined(node: ast.AST) -> Iterator[str]:
