@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,7 @@ from lightning_memguard import CannotTraceError, DoesNotFitError, MemGuardError,
 from lightning_memguard.core.batch.batches import batch_of_length, length_of
 from lightning_memguard.core.capture import lengths as surveys
 from lightning_memguard.core.replay.epoch import Shape
+from lightning_memguard.core.trace.trace import Event, Trace
 from lightning_memguard.training.planning import epochs
 from lightning_memguard.training.planning import lengths as lengths_module
 from lightning_memguard.training.planning.subject import predicted, program_of, subject_of
@@ -25,6 +27,9 @@ from lightning_memguard.training.planning.target import target_of
 from lightning_memguard.units import GIB, MIB
 
 BUDGET = GIB
+
+
+_warnings_of = lengths_module._warnings_of
 
 
 @pytest.fixture(autouse=True)
@@ -37,25 +42,42 @@ IDS = torch.zeros(4, 32, dtype=torch.long)
 
 
 class Attention(nn.Module):
-    """Attends with scores that are written out."""
+    """Attends with scores that are written out, and takes some more steps at some lengths."""
 
-    def __init__(self) -> None:
+    def __init__(self, more_at: Callable[[int], int] = lambda length: 0) -> None:
         super().__init__()
-        self.token, self.out = nn.Embedding(50, 64), nn.Linear(64, 50)
+        self.token, self.out, self.more_at = nn.Embedding(50, 64), nn.Linear(64, 50), more_at
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         hidden = self.token(ids)
-        return self.out((hidden @ hidden.transpose(1, 2)).softmax(-1) @ hidden)
-
-
-class Changing(Attention):
-    """Does more above one length, and at another alone."""
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        logits = super().forward(ids)
-        for _ in range((ids.shape[1] > 500) + 2 * (ids.shape[1] == 384)):
-            logits = logits.sin().cos()
+        logits = self.out((hidden @ hidden.transpose(1, 2)).softmax(-1) @ hidden)
+        for _ in range(self.more_at(ids.shape[1])):
+            logits = logits.sin()
         return logits
+
+
+def written(program: Any, batch_size: int, *_: object, **__: object) -> Trace:
+    """In place of a capture: what a step of `Attention` keeps for its backward pass, in bytes; nothing runs."""
+    (first, *_), nbytes = batch = program.expected_batch(batch_size)
+    model = program.module.model if hasattr(program, "module") else program.model
+    tokens, weights = batch_size * first[1], 4 * (2 * 50 * 64 + 50)
+    forward = [64 * tokens, tokens * first[1], 64 * tokens, *[50 * tokens] * (1 + model.more_at(first[1]))]
+    step = [Event("alloc", 1, nbytes, "batch", step=1)]
+    step += [Event("alloc", block, 4 * each, "activations", step=1) for block, each in enumerate(forward, 2)]
+    events = Event("alloc", 0, weights, "parameters"), *step, *(each._replace(action="free") for each in step[::-1])
+    return Trace(batch_size, program.device.type, "fake", events, batch=batch)
+
+
+def changing() -> Attention:
+    """Does more above one length, and at another alone."""
+    return Attention(lambda length: 2 * (length > 500) + 4 * (length == 384))
+
+
+@pytest.fixture(autouse=True)
+def _written(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is captured but in a test marked `captures`: what is chosen follows from traces, whosever they are."""
+    if not request.node.get_closest_marker("captures"):
+        monkeypatch.setattr("lightning_memguard.core.capture.capture.capture_here", written)
 
 
 def loss_of(model: Any, batch: Any) -> torch.Tensor:
@@ -90,13 +112,13 @@ def test_lengths_between_follow_from_others_until_a_capture_disagrees(monkeypatc
 
     monkeypatch.setattr(surveys.LengthSurveyor, "survey_at", noted)
     lengths = [128, 192, 256, 320, 384, 448]
-    found = batch_sizes(Changing(), IDS, lengths=[*lengths, 301], budget=BUDGET, max_batch_size=200, **SETTINGS)
+    found = batch_sizes(changing(), IDS, lengths=[*lengths, 301], budget=BUDGET, max_batch_size=200, **SETTINGS)
     assert alone == [448, 301, 384]
-    one = batch_sizes(Changing(), IDS, lengths=[384], budget=BUDGET, max_batch_size=200, **SETTINGS)
+    one = batch_sizes(changing(), IDS, lengths=[384], budget=BUDGET, max_batch_size=200, **SETTINGS)
     assert found[384] == one[384] < found[448] * 448 / 384
     alone.clear()
     lengths[3:] = [768, 896]  # in two regions
-    longer = batch_sizes(Changing(), IDS, lengths=lengths, budget=BUDGET, max_batch_size=20, **SETTINGS)
+    longer = batch_sizes(changing(), IDS, lengths=lengths, budget=BUDGET, max_batch_size=20, **SETTINGS)
     assert alone == [896, *lengths]
     assert [*longer] == lengths
 
@@ -114,6 +136,7 @@ def test_a_dict_and_a_function_of_the_length_give_what_the_tensor_gives():
     assert min(of_dict.values()) > 1
 
 
+@pytest.mark.captures
 def test_a_lightning_module_brings_its_own_step():
     import pytorch_lightning as pl
 
@@ -137,6 +160,7 @@ def test_a_lightning_module_brings_its_own_step():
 # An epoch of lengths: what a GPU's cache grows to
 
 
+@pytest.mark.captures
 def test_an_estimate_over_lengths_holds_what_the_cache_grows_to():
     draw = random.Random(0)
     lengths = [draw.randint(300, 700) for _ in range(30)]
@@ -151,6 +175,7 @@ def test_an_estimate_over_lengths_holds_what_the_cache_grows_to():
     assert found.epoch.text in found.notes
 
 
+@pytest.mark.captures
 def test_an_estimate_takes_a_function_of_the_length_where_the_length_is_no_first_dimension():
     """Channels come first in a batch of sound; its lengths are dimension 2."""
     model = nn.Sequential(nn.Conv1d(16, 32, 3, padding=1), nn.ReLU())
@@ -182,7 +207,7 @@ def test_a_note_says_that_an_epoch_cannot_be_replayed(monkeypatch: pytest.Monkey
 def test_sizes_whose_epoch_fills_the_budget_are_returned_with_a_warning(
     monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
 ):
-    monkeypatch.undo()
+    monkeypatch.setattr(lengths_module, "_warnings_of", _warnings_of)
     batch_sizes(Attention(), IDS, lengths=[128, 256, 512], budget=BUDGET, **SETTINGS)
     said = [str(each.message) for each in recwarn if "over an epoch of lengths" in str(each.message)]
     assert len(said) == 1
@@ -219,35 +244,19 @@ def test_a_plan_with_data_of_many_lengths_notes_that_a_cache_may_grow():
     assert said not in " ".join(predicted(one_length, target_of("T4")).curve.notes)
 
 
-class TwoWays(Attention):
-    """Does more above a length."""
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        found = super().forward(ids)
-        return found.sin().cos() if ids.shape[1] > 200 else found
-
-
-class Erratic(Attention):
-    """Does more at every second multiple of 64."""
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        found = super().forward(ids)
-        return found.sin() if ids.shape[1] // 64 % 2 else found
-
-
 def surveyor_of(model: nn.Module) -> surveys.ShapeSurveyor:
     subject = subject_of(model, IDS, step=loss_of, optimizer=torch.optim.AdamW)
     return surveys.ShapeSurveyor(lambda at: program_of(epochs.at_length(subject, at), target_of("T4")), (4,))
 
 
 def test_a_step_that_runs_differently_at_some_lengths_is_followed_in_regions():
-    surveyor = surveyor_of(TwoWays())
+    surveyor = surveyor_of(Attention(lambda length: 2 * (length > 200)))
     traces = surveyor.survey(range(64, 513))
     assert len(traces.regions) > 1
     for length in (96, 128, 384, 512):
         assert traces.at(Shape(4, length)).events == surveyor.survey([length]).at(Shape(4, length)).events
     with pytest.raises(CannotTraceError, match=r"at many of these lengths|does not follow from other lengths"):
-        surveyor_of(Erratic()).survey(range(64, 513))
+        surveyor_of(Attention(lambda length: length // 64 % 2)).survey(range(64, 513))
 
 
 # What does not fit
@@ -266,6 +275,7 @@ def test_an_error_says_that_nothing_fits_at_any_length():
         batch_sizes(Attention(), IDS, lengths=[8192], budget=500 * MIB, **SETTINGS)
 
 
+@pytest.mark.captures
 def test_a_length_that_the_model_cannot_run_is_named():
     class Placed(Attention):
         def forward(self, ids: torch.Tensor) -> torch.Tensor:
