@@ -17,6 +17,8 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from lightning_memguard import MemGuard
+from lightning_memguard.core.capture.curve import Curve, Terms
+from lightning_memguard.core.capture.predict import Surveyor
 from lightning_memguard.core.decision.decision import Decision
 from lightning_memguard.core.range import NOTHING
 from lightning_memguard.training.data import samples
@@ -88,6 +90,13 @@ def _captured_here(request: pytest.FixtureRequest) -> None:
 def _time_to_draw_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a busy machine too, the number of samples drawn is what ends the drawing, unless a test is about time."""
     monkeypatch.setattr(samples, "MOST_SECONDS", math.inf)
+
+
+@pytest.fixture(autouse=True)
+def _few_samples_drawn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few of the samples are drawn, as most tests have some thousands of equal ones, which take long to read."""
+    if request.path.name != "test_samples.py":
+        monkeypatch.setattr(samples, "MOST_SAMPLES", 256)
 
 
 @pytest.fixture(autouse=True)
@@ -186,6 +195,14 @@ def decided(tuned: Callable[..., Tuning], trainer: Callable[..., pl.Trainer]) ->
     return run
 
 
+_survey = Surveyor.survey
+
+
+def _survey_at_own_size(surveyor: Surveyor, batch_size: int, terms: Terms, *, scalable: bool = True) -> Curve:
+    """Capture the step as it will run; at other sizes it is captured only to predict these."""
+    return _survey(surveyor, batch_size, terms, scalable=False)
+
+
 @pytest.fixture
 def as_measured(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Decision]:
     """A run is predicted; then it runs unguarded, and PyTorch's profiler sees the same peak within 0.1 %.
@@ -207,7 +224,9 @@ def as_measured(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
             return trainer(*guards, *(make() for make in callbacks), **settings, **more)
 
         guard = MemGuard("check")
-        run(made(guard))
+        with pytest.MonkeyPatch.context() as patches:
+            patches.setattr(Surveyor, "survey", _survey_at_own_size)
+            run(made(guard))
         decision = guard.decision
         assert decision is not None
         assert decision.footprint is not None, decision.reason
