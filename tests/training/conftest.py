@@ -199,8 +199,13 @@ _survey = Surveyor.survey
 
 
 def _survey_at_own_size(surveyor: Surveyor, batch_size: int, terms: Terms, *, scalable: bool = True) -> Curve:
-    """Capture the step as it will run; at other sizes it is captured only to predict these."""
     return _survey(surveyor, batch_size, terms, scalable=False)
+
+
+@pytest.fixture
+def at_own_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step is captured as it will run, and at no other size, in a test that asks for no other."""
+    monkeypatch.setattr(Surveyor, "survey", _survey_at_own_size)
 
 
 @pytest.fixture

@@ -78,6 +78,7 @@ def test_an_average_on_another_device_takes_nothing_here(trainer: Any, name: str
     assert copies(run, torch.device("cpu")) == 0
 
 
+@pytest.mark.usefixtures("at_own_size")
 def test_an_average_that_leaves_buffers_alone(trainer: Any, wide: Any, wide_data: TensorDataset) -> None:
     class Normed(wide):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -122,6 +123,7 @@ def test_where_nothing_is_to_be_chosen_a_late_average_is_counted_too(
     assert decision.footprint.parts["callbacks"] == WEIGHTS
 
 
+@pytest.mark.usefixtures("at_own_size")
 @pytest.mark.parametrize(("when", "guard_first"), [("__init__", True), ("setup", True), ("on_fit_start", False)])
 def test_an_average_of_the_users_own_is_counted_once(
     trainer: Any, wide: Any, wide_data: TensorDataset, when: str, guard_first: bool
@@ -176,6 +178,7 @@ def test_a_teacher_and_a_queue_are_counted_once(wide: Any, wide_data: Any, as_me
     assert decision.footprint.parts["callbacks"] == 4 * (700 * 700 + 700 + 2 * 1000 * 100)
 
 
+@pytest.mark.usefixtures("at_own_size")
 def test_what_belongs_to_the_module_is_not_counted_for_a_callback(
     trainer: Any, wide: Any, wide_data: TensorDataset
 ) -> None:
@@ -205,6 +208,7 @@ def test_pruning_at_the_end_of_epochs(wide: Any, wide_data: Any, as_measured: An
     assert decision.footprint.phase == "pruning"
 
 
+@pytest.mark.usefixtures("at_own_size")
 def test_pruning_that_cannot_be_followed_is_named(trainer: Any, wide: Any, wide_data: Any) -> None:
     class OwnPruning(pl.callbacks.ModelPruning):
         def apply_pruning(self, amount: Any) -> None:
@@ -242,6 +246,7 @@ class Prints(pl.Callback):
         trainer.callback_metrics.get("loss")
 
 
+@pytest.mark.usefixtures("at_own_size")
 def test_callbacks_that_run_the_model_are_named(trainer: Any, wide: Any, wide_data: Any) -> None:
     def compute(*_: object) -> None:
         torch.ones(1).requires_grad_().backward()

@@ -138,6 +138,7 @@ def fit(module: pl.LightningModule, folder, guard: MemGuard, *callbacks: pl.Call
     return guard
 
 
+@pytest.mark.usefixtures("at_own_size")
 @pytest.mark.parametrize("kind", [Collects, InDictionary])
 def test_what_a_hook_joins_is_predicted(tmp_path, kind):
     record = fit(kind(), tmp_path, MemGuard("check")).records[0]
@@ -146,18 +147,21 @@ def test_what_a_hook_joins_is_predicted(tmp_path, kind):
     assert record.predicted.module == f"{kind.__name__}.on_validation_epoch_end"
 
 
+@pytest.mark.usefixtures("at_own_size")
 def test_a_hook_that_needs_values_is_named_with_a_bound(tmp_path):
     guard = fit(ByHand(), tmp_path, MemGuard("check"))
     assert any("ByHand.on_validation_epoch_end was not run on a copy" in note for note in guard.decision.notes)
     assert guard.records[0].measured.peak_bytes <= guard.decision.footprint.most_device_bytes
 
 
+@pytest.mark.usefixtures("at_own_size")
 def test_a_hook_at_the_end_of_training_is_within_the_bound_and_named(tmp_path):
     guard = fit(AtEpochEnd(), tmp_path, MemGuard("check"))
     assert guard.records[0].measured.peak_bytes <= guard.decision.footprint.most_device_bytes
     assert any("AtEpochEnd.on_train_epoch_end" in note for note in guard.decision.notes)
 
 
+@pytest.mark.usefixtures("at_own_size")
 @pytest.mark.parametrize("kind", ["Joins", "JoinsInDictionary", "JoinsByMetric"])
 def test_what_a_callback_collects_and_joins_is_predicted(tmp_path, kind):
     record = fit(Plain(), tmp_path, MemGuard("check"), callback := globals()[kind]()).records[0]
@@ -167,11 +171,13 @@ def test_what_a_callback_collects_and_joins_is_predicted(tmp_path, kind):
     assert callback.joined == 2, "after the sanity check and validation: a copy of it ran"
 
 
+@pytest.mark.usefixtures("at_own_size")
 def test_a_callback_that_does_more_than_compute_is_named(tmp_path):
     guard = fit(Plain(), tmp_path, MemGuard("check"), JoinsInFile())
     assert any("JoinsInFile.on_validation_epoch_end" in note for note in guard.decision.notes)
 
 
+@pytest.mark.usefixtures("at_own_size")
 def test_what_a_callback_makes_in_the_sanity_check_is_predicted(tmp_path):
     data = DataLoader(torch.rand(1024, 32), 64)
     quiet_trainer(guard := MemGuard("check"), Reference(), default_root_dir=tmp_path, num_sanity_val_steps=1).fit(
@@ -207,6 +213,7 @@ class StopsItself(Plain):
         return super().training_step(batch, _)
 
 
+@pytest.mark.usefixtures("at_own_size")
 @pytest.mark.parametrize(("kind", "callbacks"), [(Plain, [Stops()]), (StopsItself, [])])
 def test_a_hook_that_ends_the_run_does_not_end_the_capture(tmp_path, kind, callbacks):
     peaks = []
@@ -254,6 +261,7 @@ class FittedSlowly(Fitted):
         self.bank.more = 3_000
 
 
+@pytest.mark.usefixtures("at_own_size")
 def test_a_fit_in_a_hook_of_validation_is_predicted(tmp_path):
     record = fit(Fitted(), tmp_path, MemGuard("check")).records[0]
     assert record.measured.peak_bytes > 48 * MIB
@@ -261,6 +269,7 @@ def test_a_fit_in_a_hook_of_validation_is_predicted(tmp_path):
     assert record.predicted.module == "Fitted.on_validation_start"
 
 
+@pytest.mark.usefixtures("at_own_size")
 def test_a_hook_with_a_long_loop_is_within_a_bound_and_named(tmp_path):
     guard = fit(FittedSlowly(), tmp_path, MemGuard("check"))
     assert any("Slowly.on_validation_start was not run on a copy (it makes" in note for note in guard.decision.notes)
@@ -295,6 +304,7 @@ class BestByValue(Plain):
             self.best = {name: value.clone() for name, value in self.state_dict().items()}
 
 
+@pytest.mark.usefixtures("at_own_size")
 @pytest.mark.parametrize(("kind", "callbacks"), [(Plain, [Best()]), (BestByValue, [])])
 def test_a_copy_of_the_weights_that_is_kept_is_counted(tmp_path, kind, callbacks):
     module = kind()

@@ -72,6 +72,7 @@ def _module(small: Any) -> Any:  # noqa: C901 - a function for each way to keep
     return Keeping
 
 
+@pytest.mark.usefixtures("at_own_size")
 def test_the_epoch_in_which_memory_ends_is_predicted(small: Any, tuned: Any, trainer: Any, dataset: Any):
     """Each of 100 samples leaves 256 bytes behind; those of the first epoch are in its peak."""
 
@@ -101,23 +102,24 @@ def test_the_epoch_in_which_memory_ends_is_predicted(small: Any, tuned: Any, tra
     assert " behind, in Python objects of the process; the memory" in kept_words(unknown)
 
 
+@pytest.mark.usefixtures("at_own_size")
 @pytest.mark.parametrize(
     ("way", "holder", "line", "nbytes", "has_graph", "lasts"),
     [
-        ("output", "self.outputs", "self.outputs.append(hidden.detach())", 8 * HIDDEN, False, True),
-        ("graph", "self.outputs", "self.outputs.append(hidden.detach())", 8 * (HIDDEN + 16 + 64) + 4, True, True),
+        ("output", "self.outputs", "self.outputs.append(hidden.detach())", 10 * HIDDEN, False, True),
+        ("graph", "self.outputs", "self.outputs.append(hidden.detach())", 10 * (HIDDEN + 16 + 64) + 4, True, True),
         pytest.param(
-            *("batch", "self.outputs", "self.outputs.append(hidden.detach())", 8 * 16 * 4, False, True),
+            *("batch", "self.outputs", "self.outputs.append(hidden.detach())", 10 * 16 * 4, False, True),
             marks=pytest.mark.long,
         ),
-        ("cleared", "self.emptied", "self.emptied.append(hidden.detach())", 8 * HIDDEN, False, False),
-        ("unknown", "", "hidden = self.net[0](batch[0])", 8 * HIDDEN, False, False),
+        ("cleared", "self.emptied", "self.emptied.append(hidden.detach())", 10 * HIDDEN, False, False),
+        ("unknown", "", "hidden = self.net[0](batch[0])", 10 * HIDDEN, False, False),
         pytest.param(
-            *("bounded", "self.ring", "self.ring.append(hidden.detach())", 8 * HIDDEN, False, False),
+            *("bounded", "self.ring", "self.ring.append(hidden.detach())", 10 * HIDDEN, False, False),
             marks=pytest.mark.long,
         ),
-        ("never_reset", "self.metric.value", "self.metric.update(hidden.detach())", 8 * HIDDEN, False, True),
-        ("reset", "self.logged.value", "self.logged.update(hidden.detach())", 8 * HIDDEN, False, False),
+        ("never_reset", "self.metric.value", "self.metric.update(hidden.detach())", 10 * HIDDEN, False, True),
+        ("reset", "self.logged.value", "self.logged.update(hidden.detach())", 10 * HIDDEN, False, False),
         ("replaced", "", "", 0, False, False),
     ],
 )
@@ -131,7 +133,7 @@ def test_what_a_step_leaves_behind_is_named(
         return
     (kept,) = profile.kept
     assert (kept.holder, kept.has_graph, kept.lasts, kept.when) == (holder, has_graph, lasts, "step")
-    assert kept.bytes_at(8) == nbytes
+    assert kept.bytes_at(10) == nbytes
     file, _, number = kept.line.partition(":")
     assert Path(__file__).read_text(encoding="utf-8").splitlines()[int(number) - 1].strip() == line
     assert file == "test_kept.py"

@@ -33,6 +33,7 @@ def trace_of(tuning: Tuning) -> Trace:
     return tuning.profile.prediction.trace_at(10)
 
 
+@pytest.mark.usefixtures("at_own_size")
 def test_forward_comes_before_zero_grad(trainer: Any, small: Any, dataset: TensorDataset, tuned: Any) -> None:
     """Last step's gradients are alive while the next forward pass runs: Lightning's closure, not PyTorch's loop."""
     trace = trace_of(tuned(trainer(), small(), dataset))
@@ -43,6 +44,7 @@ def test_forward_comes_before_zero_grad(trainer: Any, small: Any, dataset: Tenso
     assert freed == {"zero_grad"}
 
 
+@pytest.mark.usefixtures("at_own_size")
 def test_accumulated_gradients_are_kept_for_the_next_batch(
     trainer: Any, small: Any, dataset: TensorDataset, tuned: Any
 ) -> None:
@@ -52,12 +54,14 @@ def test_accumulated_gradients_are_kept_for_the_next_batch(
     assert set(freed) == {2}, "two micro-batches represent four: the second step begins with the third"
 
 
+@pytest.mark.usefixtures("at_own_size")
 def test_clipping_takes_its_norms(trainer: Any, small: Any, dataset: TensorDataset, tuned: Any) -> None:
     operators = {event.operator for event in trace_of(tuned(trainer(gradient_clip_val=1.0), small(), dataset))}
     assert any("norm" in operator for operator in operators)
     assert not any("norm" in event.operator for event in trace_of(tuned(trainer(), small(), dataset)))
 
 
+@pytest.mark.usefixtures("at_own_size")
 def test_both_optimizers_of_a_manual_step_are_seen_twice(
     trainer: Any, small: Any, dataset: TensorDataset, tuned: Any
 ) -> None:
@@ -86,6 +90,7 @@ def test_both_optimizers_of_a_manual_step_are_seen_twice(
     assert states == 2 * weights + 4 * 4, "two moments of each weight, and a step count of each of four tensors"
 
 
+@pytest.mark.usefixtures("at_own_size")
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "64-true"])
 def test_the_precision_plugin_counts(
     trainer: Any, small: Any, dataset: TensorDataset, tuned: Any, precision: str
@@ -173,6 +178,8 @@ class Compiled(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+@pytest.mark.usefixtures("at_own_size")
+@pytest.mark.usefixtures("at_own_size")
 @pytest.mark.parametrize(
     "by", long_but(["trainer.fit", "method"], ["trainer.fit", "net", "Module.compile", "method", "function"])
 )
@@ -299,6 +306,7 @@ def test_a_step_reads_what_it_reads_in_the_run(tmp_path: Any, calls: bool) -> No
         assert loggers[0].experiment.config == {"x": 1}, "once, in the run"
 
 
+@pytest.mark.usefixtures("at_own_size")
 @pytest.mark.parametrize("stage", ["predict", "validate"])
 def test_loaders_of_an_evaluation_have_a_length(trainer: Any, dataset: TensorDataset, stage: str) -> None:
     guard, name = (
@@ -345,6 +353,7 @@ def footprint_of(tuning: Tuning) -> Any:
     return tuning.profile.prediction.footprint_at(10)
 
 
+@pytest.mark.usefixtures("at_own_size")
 def test_what_may_be_trained_later_is_in_the_range(trainer: Any, dataset: TensorDataset, tuned: Any) -> None:
     """The first epoch takes what a frozen layer takes; at most, a step takes what it does with all layers trained."""
     found, frozen, trained = (
@@ -366,6 +375,7 @@ class NeverTrained(Unfreezing):
         return super().training_step(batch, batch_idx)
 
 
+@pytest.mark.usefixtures("at_own_size")
 def test_what_may_be_trained_later_and_cannot_be_predicted_is_noted(trainer: Any, dataset: Any, tuned: Any) -> None:
     found = footprint_of(tuned(trainer(max_epochs=2), NeverTrained(), dataset))
     assert any("that is not predicted" in note for note in found.notes)
@@ -402,6 +412,7 @@ class Stream(IterableDataset[Any]):
         return iter([(torch.zeros(16), 0)] * 100)
 
 
+@pytest.mark.usefixtures("at_own_size")
 @pytest.mark.parametrize(("limits", "at_a_time"), [({}, 2), ({"limit_train_batches": 4}, 1)])
 def test_a_stream_is_prefetched_unless_its_batches_are_counted(
     trainer: Any, small: Any, tuned: Any, limits: dict[str, int], at_a_time: int

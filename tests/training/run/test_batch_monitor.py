@@ -28,7 +28,7 @@ from lightning_memguard.training.run import aftermath, batch_monitor, guarded_ru
 from lightning_memguard.units import MIB
 from tests.forks import with_shared_memory
 
-pytestmark = pytest.mark.usefixtures("taped")
+pytestmark = pytest.mark.usefixtures("taped", "at_own_size")
 
 notes_there = pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions take notes since Python 3.11")
 

@@ -234,6 +234,7 @@ class Layers(Sized):
             self.net = nn.Linear(16, 4)
 
 
+@pytest.mark.usefixtures("at_own_size")
 @pytest.mark.captures
 def test_a_module_built_in_configure_model(trainer: Any, dataset: TensorDataset) -> None:
     module, guard = Layers(), MemGuard(mode="check")
@@ -309,6 +310,7 @@ def test_the_effective_batch_size_is_kept_by_accumulation(trainer: Any, dataset:
     assert fit.accumulate_grad_batches == 1, "as it was before the run"
 
 
+@pytest.mark.usefixtures("at_own_size")
 @pytest.mark.captures
 def test_records_and_metrics_once_an_epoch(trainer: Any, dataset: TensorDataset) -> None:
     """The design's names are in the row of the epoch's own metrics, with its step; other callbacks can watch them."""
@@ -408,6 +410,7 @@ def test_a_batch_without_tensors(trainer: Any) -> None:
         trainer(MemGuard()).fit(Words(), train_dataloaders=DataLoader(words, batch_size=2))
 
 
+@pytest.mark.usefixtures("at_own_size")
 @pytest.mark.captures
 def test_a_step_that_raises_on_the_copy_still_trains(trainer: Any, dataset: TensorDataset) -> None:
     class Picky(Sized):
@@ -424,6 +427,7 @@ def test_a_step_that_raises_on_the_copy_still_trains(trainer: Any, dataset: Tens
     assert guard.decision.footprint.parts["gradients"] == 272
 
 
+@pytest.mark.usefixtures("at_own_size")
 @pytest.mark.captures
 def test_a_step_that_returns_none(trainer: Any, dataset: TensorDataset) -> None:
     class Nothing(Sized):
@@ -571,6 +575,7 @@ def _arguments(hook: str) -> tuple[Any, ...]:
     return (more[hook],) if hook in more else ()
 
 
+@pytest.mark.usefixtures("at_own_size")
 @pytest.mark.captures
 def test_a_step_that_takes_the_iterator(trainer: Any, dataset: TensorDataset) -> None:
     """Lightning cannot tell the size of its batches, and refuses ``self.log`` without one."""

@@ -352,6 +352,7 @@ def test_a_validation_batch_that_does_not_fit_is_made_smaller(trainer: Any, many
     assert decision.batch_size > 8, "training takes what is left to it all the same"
 
 
+@pytest.mark.usefixtures("at_own_size")
 def test_a_validation_step_that_reads_values_drags_nothing_down(trainer: Any, many: TensorDataset) -> None:
     """It is run for real on a copy; the training step is still traced without memory."""
 
@@ -403,6 +404,7 @@ def datamodule_of(package: Any, dataset: Any) -> Any:
     return Data()
 
 
+@pytest.mark.usefixtures("at_own_size")
 @pytest.mark.parametrize(
     ("package", "data", "stage"),
     [
@@ -484,6 +486,7 @@ def test_autocast_keeps_copies_of_weights_where_the_loop_has_it_keep_them(
     as_measured(run, inference_mode=inference_mode)
 
 
+@pytest.mark.usefixtures("at_own_size")
 def test_what_waits_for_the_garbage_collector_is_not_kept_of_each_batch(
     evaluated: Any, many: Any, trainer: Any
 ) -> None:
@@ -500,6 +503,7 @@ def test_what_waits_for_the_garbage_collector_is_not_kept_of_each_batch(
     assert footprint.high.allocated_bytes - footprint.low.allocated_bytes == 32 * left
 
 
+@pytest.mark.usefixtures("at_own_size")
 def test_a_training_whose_sizes_depend_on_values_has_its_validation_predicted(trainer: Any) -> None:
     """Binary metrics check which labels there are; that needs no real step."""
 

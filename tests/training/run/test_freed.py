@@ -14,7 +14,10 @@ from lightning_memguard.core.device.malloc import KEPT_FREED_RATIO
 from lightning_memguard.units import MIB
 from tests.training.quiet import quiet_trainer
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="glibc's heap")
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="glibc's heap"),
+    pytest.mark.usefixtures("at_own_size"),
+]
 
 HIDDEN_BYTES = 64 * 2048 * 4
 STEPS = 40

@@ -110,6 +110,7 @@ def test_each_precision_of_a_cpu(wide: Any, wide_data: Any, as_measured: Any, pr
     assert decision.footprint.method == "fake"
 
 
+@pytest.mark.usefixtures("at_own_size")
 @pytest.mark.captures
 @pytest.mark.parametrize(
     ("plugin", "byte_width"),

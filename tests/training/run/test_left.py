@@ -122,6 +122,7 @@ def test_a_refusal_names_what_is_less_than_half_if_the_rest_would_fit(tmp_path):
     assert str(caught.value).startswith("What each training batch leaves in `self.seen`"), caught.value
 
 
+@pytest.mark.usefixtures("at_own_size")
 @pytest.mark.parametrize("by_hand", [False, True])
 def test_what_a_step_that_returns_none_keeps_of_an_epoch_is_predicted(tmp_path, by_hand):
     guard, module = MemGuard("check", budget="1GiB"), Collects()
@@ -140,6 +141,7 @@ def test_predictions_that_do_not_fit_are_named_with_the_argument_that_keeps_none
     assert "return_predictions=False" in guard.decision.notes[0]
 
 
+@pytest.mark.usefixtures("at_own_size")
 def test_predictions_that_are_not_returned_fit(tmp_path):
     guard = MemGuard("check", budget="40MiB")
     trainer(tmp_path, guard).predict(Predicts(), DataLoader(DATA, 64), return_predictions=False)

@@ -18,7 +18,7 @@ from tests.training.quiet import quiet_trainer
 
 pytestmark = [
     pytest.mark.skipif(not tensor_counter.is_available(), reason="needs glibc's mallinfo2"),
-    pytest.mark.usefixtures("taped"),
+    pytest.mark.usefixtures("taped", "at_own_size"),
 ]
 
 

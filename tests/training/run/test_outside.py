@@ -14,7 +14,10 @@ from lightning_memguard.core.device import tensor_counter
 from lightning_memguard.units import MIB
 from tests.training.quiet import quiet_trainer
 
-pytestmark = pytest.mark.skipif(not tensor_counter.is_available(), reason="needs glibc's mallinfo2")
+pytestmark = [
+    pytest.mark.skipif(not tensor_counter.is_available(), reason="needs glibc's mallinfo2"),
+    pytest.mark.usefixtures("at_own_size"),
+]
 
 
 class Net(pl.LightningModule):

@@ -53,6 +53,7 @@ def test_the_report_is_next_to_the_log_and_holds_all_that_the_guard_knows(
     assert guard.report().path == folder / PAGE_NAME
 
 
+@pytest.mark.usefixtures("at_own_size")
 def test_without_a_logger_it_is_in_its_own_folder(
     trainer: Any, small: Any, loader: DataLoader[Any], tmp_path: Path
 ) -> None:
@@ -127,6 +128,7 @@ def test_a_folder_that_cannot_be_written_to_is_told_once_and_stops_nothing(
     assert len(guard.records) == 2
 
 
+@pytest.mark.usefixtures("at_own_size")
 def test_a_validation_alone_leaves_one_too(trainer: Any, loader: DataLoader[Any], small: Any, tmp_path: Path) -> None:
     class Validated(small):  # type: ignore[misc]
         def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -138,6 +140,7 @@ def test_a_validation_alone_leaves_one_too(trainer: Any, loader: DataLoader[Any]
     assert len(data["epochs"]) == 1
 
 
+@pytest.mark.usefixtures("at_own_size")
 @pytest.mark.captures
 def test_what_is_evaluated_after_a_fit_leaves_the_fits_report_alone(
     trainer: Any, loader: DataLoader[Any], small: Any, tmp_path: Path
@@ -203,6 +206,7 @@ def test_a_guard_that_is_kept_does_not_keep_the_trainer_the_module_and_the_data(
 # -- snapshots
 
 
+@pytest.mark.usefixtures("at_own_size")
 def test_the_predicted_step_is_written_when_the_run_starts_or_afterwards(
     trainer: Any, small: Any, loader: DataLoader[Any], tmp_path: Path
 ) -> None:
@@ -273,6 +277,7 @@ def test_a_footprint_without_events_says_where_there_are_some(tmp_path: Path) ->
         Footprint(8, "cpu", 1, 1, 1).save_snapshot(tmp_path / "step.pickle")
 
 
+@pytest.mark.usefixtures("at_own_size")
 def test_the_predicted_step_is_compared_with_the_actual_one(
     trainer: Any, small: Any, loader: DataLoader[Any], tmp_path: Path
 ) -> None:

@@ -12,7 +12,7 @@ from lightning_memguard import MemGuard
 from lightning_memguard.units import MIB
 from tests.training.quiet import quiet_trainer
 
-pytestmark = pytest.mark.contract
+pytestmark = [pytest.mark.contract, pytest.mark.usefixtures("at_own_size")]
 
 
 class Net(pl.LightningModule):

@@ -52,7 +52,9 @@ def fit(
     return trainer
 
 
+@pytest.mark.usefixtures("at_own_size")
 @pytest.mark.captures
+@pytest.mark.usefixtures("at_own_size")
 @pytest.mark.parametrize(
     ("optimizer", "settings", "states"),
     [
@@ -113,6 +115,7 @@ class SavesMore(Layers):
         checkpoint["copies"] = [{name: each.clone() for name, each in self.state_dict().items()} for _ in range(2)]
 
 
+@pytest.mark.usefixtures("at_own_size")
 @pytest.mark.captures
 def test_what_a_hook_makes_for_the_checkpoint_is_there_next_to_its_buffer(tmp_path: Path) -> None:
     guard = MemGuard("check", budget="1GiB")
