@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -39,6 +41,8 @@ from lightning_memguard.training.planning.subject import trainer_for
 from lightning_memguard.training.run import choose as choose_module
 from lightning_memguard.units import KIB, MIB
 from tests import tape
+from tests.training.conftest import Wide
+from tests.training.quiet import quiet_trainer
 
 pytestmark = pytest.mark.usefixtures("all_here")
 
@@ -56,6 +60,8 @@ class Block(nn.Module):
 
 class Stacked(pl.LightningModule):
     """Blocks and a head; what the tests change is an argument."""
+
+    refusal: Exception | None = None  # of weights in half precision, where the step is written out
 
     def __init__(
         self,
@@ -106,11 +112,14 @@ def known(program: Any, size: int = SIZE) -> Prediction:
 
 
 def tried(
-    program: Any, share: float = 0.6, *, size: int = SIZE, only: str | Sequence[str] = ("",), **options: Any
+    step: Any, share: float = 0.6, *, size: int = SIZE, only: str | Sequence[str] = ("",), **options: Any
 ) -> AdviceReport:
-    """Remedies with one of these words in their names (default: all), for a share of what the step takes."""
+    """Remedies with one of these words in their names (default: all), for a share of what the step takes.
+
+    The step is a program, or its prediction.
+    """
     words = (only,) if isinstance(only, str) else only
-    prediction = known(program, size)
+    prediction = step if isinstance(step, Prediction) else known(step, size)
     need = prediction.footprint_at(size).most_device_bytes
     families = [
         each for each in remedies_module.families_for(prediction, size) if any(word in each[0].name for word in words)
@@ -133,9 +142,68 @@ def by_name(found: AdviceReport) -> dict[str, Advice]:
     return {" + ".join(each.remedies): each for each in found.advice}
 
 
+# -- a step that is written out: what it takes follows from what a remedy has changed
+
+
+def written(program: Any, batch_size: int, *_: object, **__: object) -> Trace:
+    """In place of a capture: the step of `Stacked` that its program, with all that was changed, describes."""
+    module = copy.deepcopy(program.module)
+    for change in program.changes:
+        change(module)
+    if (refusal := module.refusal) and program.precision_in_use.endswith("16-true"):
+        raise refusal
+    optimizers, _ = module.configure_optimizers()
+    item = 2 if program.precision_in_use.endswith("16-true") else 4
+    weights = sum(parameter.numel() for parameter in module.parameters())
+    trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
+    sizes = [("", "parameters", weights), ("", "gradients", trained)]
+    if program.trains:
+        sizes += [("", "optimizer_state", int(moments(optimizers[0]) * trained))]
+        sizes += [] if program.around else activations(module, batch_size)
+    half = 2 if program.precision_in_use.endswith("16-mixed") else 1
+    events = [
+        Event("alloc", block, size * item // (half if part == "activations" else 1), part, module=path)
+        for block, (path, part, size) in enumerate(sizes)
+    ]
+    scratch = Event("alloc", len(events), item * weights * moments(optimizers[0]) // 4, phase="optimizer")
+    return Trace(batch_size, program.device.type, "fake", (*events, scratch))
+
+
+def moments(optimizer: torch.optim.Optimizer) -> int:
+    """How many numbers an optimizer keeps for each weight, about."""
+    return {"Adam": 2, "Adafactor": 1, "EightBitAdam": 1}.get(type(optimizer).__name__, 0)
+
+
+def activations(module: Any, batch_size: int) -> Iterator[tuple[str, str, int]]:
+    """What each block keeps for its backward pass: nine times its input, or that alone if a checkpoint is around it."""
+    rows = batch_size * 32
+    for path, block in module.named_modules():
+        if isinstance(block, Block):
+            above = [module.get_submodule(path.rpartition(".")[0]), block]
+            is_checkpointed = any(isinstance(each.forward, functools.partial) for each in above)
+            width = block.layers[0].in_features
+            yield path, "activations", rows * width * (1 if is_checkpointed or module.checkpointed else 9)
+
+
+def write_out(replace: Callable[[str, Any], object]) -> None:
+    """Have nothing captured; ``replace`` is given the path of each function, and the other."""
+    replace("lightning_memguard.core.capture.capture.capture_here", written)
+    path = "lightning_memguard.training.adapter.program.LightningProgram.inspect"
+    replace(path, lambda program, examine: examine(program.module, "self"))
+
+
+@pytest.fixture(autouse=True)
+def _written(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is captured but in a test marked `captures`: what is advised follows from traces, whosever they are."""
+    if not request.node.get_closest_marker("captures"):
+        write_out(monkeypatch.setattr)
+
+
 @pytest.fixture(scope="module")
 def stacked(all_here: None) -> AdviceReport:
-    return tried(program_of(Stacked()))
+    with pytest.MonkeyPatch.context() as patches:
+        write_out(patches.setattr)
+        return tried(program_of(Stacked()))
 
 
 def test_all_advice_saves_something_and_what_fits_comes_first(stacked: AdviceReport) -> None:
@@ -193,7 +261,8 @@ def test_each_remedy_is_named_with_what_to_write_and_its_cost(stacked: AdviceRep
     assert all(len(each.remedies) == len(each.how) == len(each.costs) and all(each.costs) for each in stacked.advice)
 
 
-def test_a_remedy_takes_what_a_module_written_that_way_takes(stacked: AdviceReport) -> None:
+@pytest.mark.captures
+def test_a_remedy_takes_what_a_module_written_that_way_takes() -> None:
     """Predictions agree with those of modules whose owner has followed the advice."""
     followed = {
         "activation checkpointing of blocks": program_of(Stacked(checkpointed=True)),
@@ -201,10 +270,11 @@ def test_a_remedy_takes_what_a_module_written_that_way_takes(stacked: AdviceRepo
         "bf16-true": program_of(Stacked(), precision="bf16-true"),
         "bf16-mixed": program_of(Stacked(), precision="bf16-mixed"),
     }
+    found = by_name(tried(program_of(Stacked()), only=tuple(followed), combinations=False))
     for name, program in followed.items():
         expected = known(program).footprint_at(SIZE).peak_allocated_bytes
         # a checkpoint called from outside a block keeps the random state at another moment
-        assert by_name(stacked)[name].footprint.peak_allocated_bytes == pytest.approx(expected, rel=0.001), name
+        assert found[name].footprint.peak_allocated_bytes == pytest.approx(expected, rel=0.001), name
 
 
 def test_pairs_save_more_than_either_and_are_never_two_of_a_kind(stacked: AdviceReport) -> None:
@@ -218,6 +288,7 @@ def test_pairs_save_more_than_either_and_are_never_two_of_a_kind(stacked: Advice
         assert not {"SGD", "Adafactor"} >= set(pair.remedies)
 
 
+@pytest.mark.captures
 def test_side_by_side_remedies_give_what_they_give_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     options: dict[str, Any] = {"share": 0.4, "only": ("SGD", "bf16-mixed")}
     one_by_one = tried(program_of(Stacked()), **options)
@@ -275,10 +346,7 @@ def test_what_is_so_already_is_not_advised() -> None:
 
 def test_a_remedy_that_cannot_run_is_left_out_with_the_reason() -> None:
     class Particular(Stacked):
-        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            if self.head.weight.dtype != torch.float32:
-                raise ValueError("float32 or nothing")
-            return super().training_step(batch, batch_idx)
+        refusal = ValueError("float32 or nothing")
 
     lines: list[str] = []
     found = tried(program_of(Particular()), only="bf16-true", progress=lines.append)
@@ -287,6 +355,7 @@ def test_a_remedy_that_cannot_run_is_left_out_with_the_reason() -> None:
     assert lines == ["bf16-true", "bf16-true: left out, ValueError: float32 or nothing"]
 
 
+@pytest.mark.captures
 def test_a_remedy_with_which_less_is_known_is_left_out_in_plain_words() -> None:
     class Particular(Stacked):
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
@@ -295,9 +364,9 @@ def test_a_remedy_with_which_less_is_known_is_left_out_in_plain_words() -> None:
             self.large = bool(self.head.weight.sum() > 1e9)
             return super().training_step(batch, batch_idx)
 
-    program = program_of(Particular())
-    assert known(program).curve.method == "real"
-    assert tried(program, only="bf16-true").left_out == (("bf16-true", "with it, the step does not run on a copy"),)
+    prediction = known(program_of(Particular()))
+    assert prediction.curve.method == "real"
+    assert tried(prediction, only="bf16-true").left_out == (("bf16-true", "with it, the step does not run on a copy"),)
 
 
 def test_nothing_is_begun_when_time_is_up() -> None:
@@ -306,6 +375,7 @@ def test_nothing_is_begun_when_time_is_up() -> None:
     assert found.not_tried >= 8
 
 
+@pytest.mark.captures
 def test_blocks_that_are_made_late_are_found() -> None:
     class Late(Stacked):
         def __init__(self) -> None:
@@ -319,6 +389,7 @@ def test_blocks_that_are_made_late_are_found() -> None:
     assert "activation checkpointing of blocks" in offered(program_of(Late()))
 
 
+@pytest.mark.captures
 def test_blocks_of_several_stages_are_taken_together_and_their_parts_are_not() -> None:
     class Staged(Stacked):
         def __init__(self) -> None:
@@ -326,14 +397,16 @@ def test_blocks_of_several_stages_are_taken_together_and_their_parts_are_not() -
             self.blocks = nn.ModuleList(nn.Sequential(Block(64), Block(64)) for _ in range(2))
 
     of_stages, of_blocks = "activation checkpointing of blocks", "activation checkpointing of the 4 Block modules"
-    families = remedies_module.families_for(known(program_of(Staged())), SIZE)
+    prediction = known(program_of(Staged()))
+    families = remedies_module.families_for(prediction, SIZE)
     assert {each.name for family in families for each in family if "checkpointing" in each.name} == {
         of_stages,
         of_blocks,
     }
-    assert set(by_name(tried(program_of(Staged()), only="checkpointing"))) == {of_blocks}  # the one that saves more
+    assert set(by_name(tried(prediction, only="checkpointing"))) == {of_blocks}  # the one that saves more
 
 
+@pytest.mark.captures
 def test_as_few_blocks_are_checkpointed_as_make_it_fit_and_that_costs_less_time() -> None:
     prediction = known(program_of(Stacked()))
     need = prediction.footprint_at(SIZE).most_device_bytes
@@ -369,6 +442,7 @@ def test_the_blocks_that_save_most_for_least_are_found_by_every_subset() -> None
     assert [each.path for each in cheapest([BlockCost(name, 8, 8) for name in "abc"], 16)] == ["a", "b"]
 
 
+@pytest.mark.captures
 def test_a_model_with_a_switch_for_checkpointing_is_switched() -> None:
     class Switched(nn.Module):
         supports_gradient_checkpointing = True
@@ -397,6 +471,7 @@ def test_a_model_with_a_switch_for_checkpointing_is_switched() -> None:
     assert found.how == (f"self.blocks[0].gradient_checkpointing_enable({options})",)
 
 
+@pytest.mark.captures
 def test_on_a_gpu_8_bit_states_take_what_bitsandbytes_keeps() -> None:
     states = EightBitAdam([weight := nn.Parameter(torch.zeros(5000)), small := nn.Parameter(torch.zeros(4095))])
     weight.grad, small.grad = torch.zeros(5000), torch.zeros(4095)
@@ -420,6 +495,7 @@ def test_a_gpu_that_cannot_compute_in_bf16_is_given_float16() -> None:
     assert found.how == ('Trainer(precision="16-true")',)
 
 
+@pytest.mark.captures
 def test_ddp_is_offered_gradients_as_bucket_views() -> None:
     strategy = pl.strategies.DDPStrategy(parallel_devices=[torch.device("cpu")] * 2)
     (found,) = tried(program_of(Stacked(), strategy=strategy), only="bucket").advice
@@ -427,6 +503,7 @@ def test_ddp_is_offered_gradients_as_bucket_views() -> None:
     assert strategy._ddp_kwargs == {}
 
 
+@pytest.mark.captures
 def test_a_plain_loop_is_advised_too() -> None:
     def step(model: Any, given: Any) -> torch.Tensor:
         return nn.functional.cross_entropy(model(given[0]).transpose(1, 2), given[1])
@@ -448,11 +525,12 @@ def test_a_plain_loop_is_advised_too() -> None:
     assert sum(not parameter.requires_grad for parameter in model.parameters()) == 1
 
 
+@pytest.mark.captures
 def test_a_compiled_step_is_advised_to_save_less_which_is_predicted_as_compiled() -> None:
     def step(model: Any, x: torch.Tensor) -> torch.Tensor:
         return model(x).sum()
 
-    model = torch.compile(nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4))))
+    model = torch.compile(nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(3))))
     of_one = batches_from_one(torch.zeros(512, 64))
     program = LoopProgram(model, of_one, step, torch.optim.Adam, torch.device("cpu"))
     prediction, least = known(program, 512).proven_at(512), compiled.share_saved()
@@ -476,12 +554,12 @@ def test_an_evaluation_is_advised_another_precision_alone() -> None:
     assert {name for name, _ in found.left_out} <= {"bf16-mixed"}
 
 
+@pytest.mark.captures
 def test_the_users_module_is_left_as_it_was() -> None:
     module = frozen()
     before = dict(vars(module)), dict(vars(module.blocks[0]))
-    tried(program_of(module), only="freezing")
-    tried(program_of(module), only="checkpointing")
-    tried(program_of(module), only="SGD")
+    found = tried(program_of(module), only=("freezing", "checkpointing", "SGD"), combinations=False)
+    assert len(found.advice) == 3
     assert (dict(vars(module)), dict(vars(module.blocks[0]))) == before
     assert sum(not parameter.requires_grad for parameter in module.parameters()) == 1
 
@@ -489,35 +567,43 @@ def test_the_users_module_is_left_as_it_was() -> None:
 # -- inside the error
 
 
-@pytest.fixture
-def refused(trainer: Any, wide: Any, wide_data: TensorDataset) -> Callable[..., DoesNotFitError]:
-    def fit(budget: int) -> DoesNotFitError:
-        with pytest.raises(DoesNotFitError) as error:
-            trainer(MemGuard(budget=budget, margin=0.0)).fit(wide(), train_dataloaders=DataLoader(wide_data, 4))
-        return error.value
-
-    return fit
+def refusal_of(budget: int) -> DoesNotFitError:
+    data = TensorDataset(torch.randn(64, 128), torch.randint(0, 10, (64,)))
+    with pytest.raises(DoesNotFitError) as error:
+        quiet_trainer(MemGuard(budget=budget, margin=0.0)).fit(Wide(), train_dataloaders=DataLoader(data, 4))
+    return error.value
 
 
-def test_the_error_says_what_would_make_it_fit(refused: Any) -> None:
-    error = refused(3000 * KIB)
-    assert error.advice
-    text = str(error)
+@pytest.fixture(scope="module")
+def refused(all_here: None) -> DoesNotFitError:
+    return refusal_of(3000 * KIB)
+
+
+@pytest.mark.captures
+def test_the_error_says_what_would_make_it_fit(refused: DoesNotFitError) -> None:
+    assert refused.advice
+    text = str(refused)
     assert text.startswith("Batch size 1 needs ")
     assert "\nWhat would make it fit (each predicted by running the step on a copy):\n  - " in text
-    assert any(each.fits and each.remedies == ("SGD",) for each in error.advice)
+    assert any(each.fits and each.remedies == ("SGD",) for each in refused.advice)
     assert "You can raise `budget`." in text
     assert "smaller model" not in text  # the rule of thumb is for where there is no better advice
 
 
-def test_advising_that_fails_does_not_hide_the_error(
-    refused: Any, taped: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.captures
+def test_the_figures_of_a_refusal_and_of_its_remedies_add_up(refused: DoesNotFitError) -> None:
+    """What a remedy needs and what it saves is what the error says that the step needs."""
+    assert refused.advice
+    for each in refused.advice:
+        assert each.footprint.most_device_bytes + each.saved_bytes == refused.needed_bytes
+
+
+def test_advising_that_fails_does_not_hide_the_error(taped: None, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise ZeroDivisionError
 
     monkeypatch.setattr(advise_module, "try_remedies", fail)
-    error = refused(20 * KIB)
+    error = refusal_of(20 * KIB)
     assert error.advice == ()
     assert "The largest part is " in str(error)
     assert "What would make it fit" not in str(error)
@@ -590,29 +676,3 @@ def test_a_setting_that_saves_much_is_noted_where_the_size_is_chosen() -> None:
     grown = Trace(8, "cuda", "fake", (Event("alloc", 0, 100 * MIB),))
     known = Curve(Terms(AllocatorSettings()), "fake", captured={8: (grown,)}, scalable=False)
     assert choose_module._with_setting_note(known.footprint_at(8), known).notes == ()
-
-
-def test_the_figures_of_a_refusal_and_of_its_remedies_add_up(tmp_path):
-    """What a remedy needs and what it saves is what the error says that the step needs."""
-
-    class Wide(pl.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.net = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(6)))
-
-        def training_step(self, batch, _):
-            return self.net(batch[0]).sum()
-
-        def configure_optimizers(self):
-            return torch.optim.Adam(self.parameters())
-
-    data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.rand(64, 1024)), batch_size=8)
-    trainer = pl.Trainer(
-        max_epochs=1, accelerator="cpu", logger=False, default_root_dir=tmp_path, callbacks=[MemGuard(budget="80MiB")]
-    )
-    with pytest.raises(DoesNotFitError) as caught:
-        trainer.fit(Wide(), data)
-    error = caught.value
-    assert error.advice
-    for each in error.advice:
-        assert each.footprint.most_device_bytes + each.saved_bytes == error.needed_bytes
