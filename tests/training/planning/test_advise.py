@@ -31,6 +31,7 @@ from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.core.simulation import compiled
 from lightning_memguard.core.trace.growth import grow
 from lightning_memguard.core.trace.trace import Event, Trace
+from lightning_memguard.core.trace.work import Work
 from lightning_memguard.training.adapter.program import LightningProgram
 from lightning_memguard.training.planning import advise as advise_module
 from lightning_memguard.training.planning import remedies as remedies_module
@@ -166,7 +167,11 @@ def written(program: Any, batch_size: int, *_: object, **__: object) -> Trace:
         for block, (path, part, size) in enumerate(sizes)
     ]
     scratch = Event("alloc", len(events), item * weights * moments(optimizers[0]) // 4, phase="optimizer")
-    return Trace(batch_size, program.device.type, "fake", (*events, scratch))
+    again = any(isinstance(each.forward, functools.partial) for each in module.modules())
+    product = "bfloat16" if "bf16" in program.precision_in_use else "float32"
+    flops = batch_size * 32 * weights * (8 if again else 6)
+    work = Work(product, flops, sum(event.nbytes for event in events)), Work("", 0, 3 * item * weights, updates=True)
+    return Trace(batch_size, program.device.type, "fake", (*events, scratch), work=work)
 
 
 def moments(optimizer: torch.optim.Optimizer) -> int:

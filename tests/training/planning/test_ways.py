@@ -17,7 +17,7 @@ from lightning_memguard.training.planning.subject import Subject, predicted, sub
 from lightning_memguard.training.planning.target import target_of
 from lightning_memguard.training.planning.ways import TrainingWay, Ways, _accumulating, _beats, find_ways
 from lightning_memguard.units import MIB
-from tests.training.planning.test_advise import Stacked, batch
+from tests.training.planning.test_advise import Stacked, batch, write_out
 from tests.training.planning.test_layouts import Blocky
 
 pytestmark = pytest.mark.usefixtures("all_here")
@@ -34,7 +34,10 @@ def tight(all_here: None) -> Ways:
     return find_ways(subject(), 512, ["RTX 4090"], limits)
 
 
-def test_where_all_fits_the_step_is_not_divided_and_each_number_format_has_its_best_way() -> None:
+def test_where_all_fits_the_step_is_not_divided_and_each_number_format_has_its_best_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    write_out(monkeypatch.setattr)
     found = find_ways(subject("32-true"), 64, ["RTX 4090"], prices={"4090": 0.5}).ways
     assert {(way.batch_size, way.accumulate_grad_batches) for way in found} == {(64, 1)}
     assert not any("checkpointing" in name for way in found for name in way.changes)  # costs time, and saves nothing
