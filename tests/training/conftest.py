@@ -17,14 +17,17 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from lightning_memguard import MemGuard
+from lightning_memguard.core.capture import capture
 from lightning_memguard.core.capture.curve import Curve, Terms
 from lightning_memguard.core.capture.predict import Surveyor
 from lightning_memguard.core.decision.decision import Decision
 from lightning_memguard.core.range import NOTHING
+from lightning_memguard.core.trace.trace import Trace
 from lightning_memguard.training.data import samples
 from lightning_memguard.training.facts.lightning_port import preserve_loader_classes
 from lightning_memguard.training.run import choose, guarded_run
 from lightning_memguard.training.run.tune import Tuning, tune
+from tests import tape
 from tests.training.quiet import quiet_trainer
 
 
@@ -64,16 +67,20 @@ IN_CHILDREN = {
     *(
         "test_nothing_moves.py",
         "test_nothing_touched.py",
-        "test_kept_budget.py",
-        "test_tune.py",
         "test_workers.py",
     ),
-    *("test_layouts_of_ranks.py", "test_samples.py"),
+    *("test_layouts_of_ranks.py"),
     "test_a_plain_loader_is_trained_at_the_chosen_size",
+    "test_a_run_that_passes_its_budget_warns_after_two_batches_with_the_size_that_would_not_have",
     "test_a_short_run_is_predicted_at_its_own_size_with_what_was_left_out",
+    "test_ctrl_c_goes_on_without_a_prediction_once_that_was_offered",
     "test_nothing_is_said_meanwhile",
+    "test_on_a_terminal_one_line_follows_what_is_captured_and_goes_away",
     "test_operators_that_collate_on_many_threads_do_not_stop_a_child",
+    "test_setup_ends_in_time_and_uses_what_it_knows_then",
+    "test_tensors_that_the_dataset_keeps_are_not_the_batchs_own",
     "test_the_speed_of_this_machine_is_measured_in_a_child_on_all_threads",
+    "test_what_takes_long_is_announced_once",
     "test_what_the_copy_does_is_not_seen",
 }
 
@@ -206,6 +213,16 @@ def _survey_at_own_size(surveyor: Surveyor, batch_size: int, terms: Terms, *, sc
 def at_own_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step is captured as it will run, and at no other size, in a test that asks for no other."""
     monkeypatch.setattr(Surveyor, "survey", _survey_at_own_size)
+
+
+@pytest.fixture
+def played(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Trace], Trace]], None]:
+    """Have nothing captured: any step is that of a small training, from its tapes, as a function changes it."""
+
+    def play(change: Callable[[Trace], Trace]) -> None:
+        monkeypatch.setattr(capture, "capture_here", lambda *asked, **how: change(tape.played(*asked, **how)))
+
+    return play
 
 
 @pytest.fixture

@@ -14,12 +14,18 @@ from lightning_memguard import MemGuard
 from lightning_memguard.core.decision.record import Measured
 from lightning_memguard.core.device.meter import PeakMeter
 from lightning_memguard.core.device.process import OBJECTS_BYTES
-from lightning_memguard.units import MIB
+from lightning_memguard.units import KIB, MIB
 
 _WIDTH = 4096  # activations are 50 KiB a sample, and set the batch size
 
 
-def data(samples: int = 8000) -> DataLoader:
+@pytest.fixture
+def wide(played) -> None:
+    """Nothing is captured; the step has as much for each sample as that of so wide a module."""
+    played(lambda trace: trace.plus({"activations": 50 * KIB * trace.batch_size}))
+
+
+def data(samples: int = 1600) -> DataLoader:
     return DataLoader(TensorDataset(torch.randn(samples, 16), torch.randint(4, (samples,))), batch_size=8)
 
 
@@ -58,10 +64,10 @@ def takes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return taken
 
 
-def test_what_a_process_takes_besides_tensors_is_part_of_what_is_compared_with_a_budget(small) -> None:
-    guard = MemGuard(batch_size="largest", budget=40 * MIB, margin=0.0)
-    fit(small(_WIDTH), guard)
-    decision = guard.decision
+def test_what_a_process_takes_besides_tensors_is_part_of_what_is_compared_with_a_budget(
+    small, wide, tuned, trainer
+) -> None:
+    decision = tuned(trainer(), small(), data(), budget=40 * MIB, margin=0.0).decision
     footprint = decision.footprint
     assert footprint.peak_device_bytes == footprint.peak_allocated_bytes
     assert footprint.most_device_bytes - footprint.peak_device_bytes >= 6 * MIB
@@ -91,25 +97,23 @@ def test_a_run_that_passes_its_budget_warns_after_two_batches_with_the_size_that
     assert profile.footprint_at(within + 1).most_device_bytes * ratio > usable
 
 
-def test_an_epoch_of_two_batches_warns_when_it_ends(small, takes) -> None:
+def test_an_epoch_of_two_batches_warns_when_it_ends(small, wide, takes) -> None:
     takes[0] = 50 * MIB
-    (text,) = fit(small(_WIDTH), MemGuard(batch_size="largest", budget=40 * MIB), batches=2)
+    (text,) = fit(small(), MemGuard(batch_size="largest", budget=40 * MIB), batches=2)
     assert "10.0 MiB over its budget" in text
 
 
-def test_a_run_within_its_budget_says_nothing(small, takes) -> None:
+def test_a_run_within_its_budget_says_nothing(small, wide, takes) -> None:
     takes[0] = 40 * MIB
-    assert not fit(small(_WIDTH), MemGuard(batch_size="largest", budget=40 * MIB))
+    assert not fit(small(), MemGuard(batch_size="largest", budget=40 * MIB))
 
 
-def test_a_run_whose_tensors_alone_fit_is_not_refused(small) -> None:
-    guard = MemGuard(batch_size="largest", budget=3 * MIB)
-    fit(small(), guard)
-    assert guard.decision.fits
-    assert guard.decision.footprint.high is None
-    assert guard.decision.batch_size == 1
-    guard = MemGuard(batch_size="largest", budget=6 * MIB)
-    fit(small(), guard)
-    decision = guard.decision
+@pytest.mark.usefixtures("taped")
+def test_a_run_whose_tensors_alone_fit_is_not_refused(small, tuned, trainer) -> None:
+    decision = tuned(trainer(), small(), data(), budget=3 * MIB).decision
+    assert decision.fits
+    assert decision.footprint.high is None
+    assert decision.batch_size == 1
+    decision = tuned(trainer(), small(), data(), budget=6 * MIB).decision
     assert (decision.batch_size, decision.limited_by) == (1, "memory"), "a larger one would leave it no room"
     assert decision.footprint.most_device_bytes - decision.footprint.peak_device_bytes == OBJECTS_BYTES

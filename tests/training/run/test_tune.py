@@ -18,39 +18,35 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memguard import MemGuard, MemGuardError
 from lightning_memguard.core.decision.decision import Request
+from lightning_memguard.core.trace.trace import Trace
 from lightning_memguard.training.run import progress
 from lightning_memguard.training.run import tune as tuning_module
 from lightning_memguard.units import KIB
 
 
+@pytest.mark.usefixtures("taped")
 def test_a_step_that_pairs_its_samples_gets_an_even_size(
-    trainer: Any, small: Any, dataset: TensorDataset, tuned: Any
+    trainer: Any, small: Any, dataset: TensorDataset, tuned: Any, played: Any
 ) -> None:
     """The largest size that fits is odd, and the step raises there: a size that the step can run is chosen."""
 
-    class Pairs(small):  # type: ignore[misc,valid-type]
-        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            if len(batch[0]) % 2:
-                raise ValueError("samples come in pairs")
-            return super().training_step(batch, batch_idx)
+    def paired(trace: Trace) -> Trace:
+        if trace.batch_size % 2:
+            raise ValueError("samples come in pairs")
+        return trace
 
     free = tuned(trainer(), small(), dataset, max_batch_size=51).decision
-    paired = tuned(trainer(), Pairs(), dataset, max_batch_size=51).decision
-    assert (free.batch_size, paired.batch_size) == (51, 50)
+    played(paired)
+    of_pairs = tuned(trainer(), small(), dataset, max_batch_size=51).decision
+    assert (free.batch_size, of_pairs.batch_size) == (51, 50)
 
 
 def test_a_step_that_grows_otherwise_is_captured_where_it_is_asked(
-    trainer: Any, small: Any, dataset: TensorDataset, tuned: Any
+    trainer: Any, small: Any, dataset: TensorDataset, tuned: Any, played: Any
 ) -> None:
     """Above 40 samples the step takes as much again: the choice keeps below, since the budget has no room for it."""
-
-    class Kinked(small):  # type: ignore[misc,valid-type]
-        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            loss = super().training_step(batch, batch_idx)
-            extra = torch.zeros(1000 * KIB if len(batch[0]) > 40 else 4)
-            return loss + extra.sum()
-
-    decision = tuned(trainer(), Kinked(), dataset, budget=1000 * KIB, margin=0.0).decision
+    played(lambda trace: trace.plus({"activations": 1000 * KIB if trace.batch_size > 40 else 16}))
+    decision = tuned(trainer(), small(), dataset, budget=1000 * KIB, margin=0.0).decision
     assert decision.batch_size == 40
     assert decision.limited_by == "memory"
     assert "each size is predicted by itself" in " ".join(decision.footprint.notes)
@@ -157,6 +153,7 @@ class Fails(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+@pytest.mark.usefixtures("at_own_size")
 @pytest.mark.parametrize("mode", ["tune", "check"])
 def test_a_step_that_cannot_run_is_not_said_to_fit(trainer: Any, dataset: TensorDataset, tuned: Any, mode: str) -> None:
     """Its activations are unknown: that all else fits says little. The reason is the error, not what follows of it."""
@@ -168,6 +165,7 @@ def test_a_step_that_cannot_run_is_not_said_to_fit(trainer: Any, dataset: Tensor
     assert "whether it fits is unknown" in decision.reason
 
 
+@pytest.mark.usefixtures("at_own_size")
 def test_states_that_are_too_large_alone_do_not_fit(trainer: Any, dataset: TensorDataset, tuned: Any) -> None:
     decision = tuned(trainer(), Fails(), dataset, mode="check", budget=1024, margin=0.0).decision
     footprint = decision.footprint
@@ -256,6 +254,7 @@ def test_where_nothing_is_to_be_done_the_table_explains_and_nothing_warns(
     assert "; limited by the size of the dataset, not by memory; an epoch has" in printed
 
 
+@pytest.mark.usefixtures("taped")
 @pytest.mark.parametrize("error", [MemGuardError("no driver"), ZeroDivisionError("a mistake of ours")])
 def test_a_guard_that_fails_lets_the_training_go_on(
     trainer: Any, small: Any, dataset: TensorDataset, tuned: Any, monkeypatch: pytest.MonkeyPatch, error: Exception
