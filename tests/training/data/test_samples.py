@@ -7,7 +7,7 @@ import queue
 import re
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -25,10 +25,13 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
 from lightning_memguard import CannotTraceError, MemGuard
 from lightning_memguard.core.batch.batches import EPOCHS, Epoch
+from lightning_memguard.core.capture import capture
+from lightning_memguard.core.capture.capture import FIRST
 from lightning_memguard.core.capture.predict import StepFailsError, predict
 from lightning_memguard.core.capture.program import LoopProgram
 from lightning_memguard.core.decision.decision import Budget, Request
 from lightning_memguard.core.replay.settings import AllocatorSettings
+from lightning_memguard.core.trace.trace import Event, Trace
 from lightning_memguard.training.data import samples
 from lightning_memguard.training.data.copies import copy_for_reading
 from lightning_memguard.training.data.loaders import source_of
@@ -137,19 +140,39 @@ def test_the_largest_batch_of_a_loader_that_does_not_shuffle_is_known() -> None:
     assert lengths_of_largest(loader, 4, (0.0, 1.0), None) == [15, 15, 15]
 
 
+def program_of(loader: Any, step: Any = None) -> LoopProgram:
+    """A step of one layer on a loader's batches, which are lists of samples."""
+    return LoopProgram(
+        nn.Linear(1, 8), draw(loader).batches, step, lambda each: torch.optim.SGD(each, lr=0.1), torch.device("cpu")
+    )
+
+
+def of_lists(*lengths: int, shuffle: bool = True) -> Any:
+    return DataLoader(of_lengths(*lengths), batch_size=4, shuffle=shuffle, collate_fn=lambda items: items)
+
+
+@pytest.fixture
+def written(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[list[int]], list[int]]], None]:
+    """Have nothing captured: a function says from the lengths in a batch what a step keeps, in bytes."""
+
+    def write(bytes_of: Callable[[list[int]], list[int]]) -> None:
+        def step(program: Any, size: int, method: Any, variant: Any = FIRST, **_: object) -> Trace:
+            epoch = variant.epoch and variant.epoch._replace(steps=program.steps_of_epoch(size))
+            with FakeTensorMode(allow_non_fake_inputs=True):
+                lengths = [len(each) for each in program.of_draw(variant.number, epoch).batches.fake(size)]
+            sizes = enumerate(bytes_of(lengths))
+            return Trace(size, "cpu", method, tuple(Event("alloc", block, nbytes) for block, nbytes in sizes))
+
+        monkeypatch.setattr(capture, "capture_here", step)
+
+    return write
+
+
 @pytest.mark.parametrize("shuffle", [True, False])
-def test_uneven_samples_are_predicted_with_the_range_of_epochs(shuffle: bool) -> None:
+def test_uneven_samples_are_predicted_with_the_range_of_epochs(shuffle: bool, written: Any) -> None:
     """A step whose memory goes with its samples' lengths and with the square of the longest."""
-
-    def step(model: nn.Module, items: list[torch.Tensor]) -> torch.Tensor:
-        rows = torch.cat([model(each.float()[:, None]) for each in items])
-        longest = max(map(len, items))
-        return rows.sum() + (rows[:1] * torch.ones(len(items), longest * longest)).exp().sum()
-
-    torch.manual_seed(0)
-    loader = DataLoader(of_lengths(*range(10, 60)), batch_size=4, shuffle=shuffle, collate_fn=lambda items: items)
-    batches, none = draw(loader).batches, lambda parameters: torch.optim.SGD(parameters, lr=0.1)
-    program = LoopProgram(nn.Linear(1, 1), batches, step, none, torch.device("cpu"))
+    written(lambda lengths: [4 * sum(lengths), 4 * len(lengths) * max(lengths) ** 2])
+    program = program_of(of_lists(*range(10, 60), shuffle=shuffle))
     found = predict(program, 4, AllocatorSettings.for_device("cpu", {})).footprint_at(4)
     assert (found.method, re.split("[,;]", found.notes[0])[0]) == (
         "fake",
@@ -182,18 +205,22 @@ def spread(model: nn.Module, items: list[torch.Tensor]) -> torch.Tensor:
     return model(torch.cat(items).float()[:, None]).std()
 
 
-LONG = pytest.mark.long  # as the second
+def two_at_least(lengths: list[int]) -> list[int]:
+    """As `one_value_a_sample`, written out: a block for each sample."""
+    if len(lengths) < 2:
+        raise ValueError("no norm of one value")
+    return [32 * each for each in lengths]
 
 
 @pytest.mark.parametrize(
-    "step", [pytest.param(by_sample, marks=LONG), one_value_a_sample, pytest.param(spread, marks=LONG)]
+    "step",
+    [two_at_least, *(pytest.param(each, marks=pytest.mark.long) for each in (by_sample, one_value_a_sample, spread))],
 )
-def test_uneven_samples_keep_their_growth_and_begin_at_the_least_size_that_runs(step: Any) -> None:
+def test_uneven_samples_keep_their_growth_and_begin_at_the_least_size_that_runs(step: Any, written: Any) -> None:
     torch.manual_seed(0)
-    loader = DataLoader(of_lengths(*range(10, 60)), batch_size=4, shuffle=True, collate_fn=lambda items: items)
-    batches, none = draw(loader).batches, lambda parameters: torch.optim.SGD(parameters, lr=0.1)
-    program = LoopProgram(nn.Linear(1, 8), batches, step, none, torch.device("cpu"))
-    prediction = predict(program, 4, AllocatorSettings.for_device("cpu", {}))
+    if step is two_at_least:
+        written(step)
+    prediction = predict(program_of(of_lists(*range(10, 60)), step), 4, AllocatorSettings.for_device("cpu", {}))
     assert prediction.curve.scalable
     usable = prediction.footprint_at(9).most_device_bytes
     found, proven = largest_that_runs(prediction, Budget(usable, usable, 0, "given"), Request(4, max_batch_size=16))

@@ -215,7 +215,10 @@ def test_a_rank_that_may_not_choose_tells_the_others_why() -> None:
     assert (kept.kept_by, kept.was_set) == ("request", True)
 
 
-@pytest.mark.parametrize("data", ["own sampler", "too large", "no tensor", "fails"])
+@pytest.mark.usefixtures("taped")
+@pytest.mark.parametrize(
+    "data", ["own sampler", "too large", "no tensor", pytest.param("fails", marks=pytest.mark.captures)]
+)
 def test_a_sentence_is_in_the_table_or_in_a_warning_and_never_in_both(
     trainer: Any, small: Any, dataset: TensorDataset, caplog: pytest.LogCaptureFixture, data: str
 ) -> None:
