@@ -215,6 +215,32 @@ def at_own_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Surveyor, "survey", _survey_at_own_size)
 
 
+@pytest.fixture(scope="module")
+def _captured() -> dict[object, Trace]:
+    return {}
+
+
+@pytest.fixture
+def captured_once(_captured: dict[object, Trace], monkeypatch: pytest.MonkeyPatch, here: None) -> None:
+    """A step is captured once for all tests of a file: by its module, what its Trainer does, and its batch's shapes."""
+    own = capture.capture_here
+
+    def once(program: Any, batch_size: int, method: Any, variant: Any = capture.FIRST, **how: Any) -> Trace:
+        trainer, module = program.trainer, program.module
+        run = trainer.max_epochs, trainer.max_steps, trainer.precision, program.batches_per_step, program.stage
+        others = *map(type, trainer.callbacks), program.callback_bytes, bool(program.around)
+        values = [(name, value) for name, value in vars(module).items() if isinstance(value, bool | int | str)]
+        asked = program.expected_batch(batch_size), batch_size, method, variant, *how.items()
+        key = type(module), repr(module), *values, *run, *others, *asked
+        if program.changes:
+            return own(program, batch_size, method, variant, **how)
+        if key not in _captured:
+            _captured[key] = own(program, batch_size, method, variant, **how)
+        return _captured[key]
+
+    monkeypatch.setattr(capture, "capture_here", once)
+
+
 @pytest.fixture
 def played(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Trace], Trace]], None]:
     """Have nothing captured: any step is that of a small training, from its tapes, as a function changes it."""

@@ -21,17 +21,25 @@ from lightning_memguard.training.offload import engine
 from lightning_memguard.training.run import offloading
 from lightning_memguard.units import KIB, MIB
 
+pytestmark = pytest.mark.usefixtures("captured_once")
+
 
 class Deep(pl.LightningModule):
-    """Six layers that each save their input and their product; a norm mixes samples, and dropout draws."""
+    """Six layers that each save their input and their product; a norm mixes samples, and dropout draws.
 
-    def __init__(self) -> None:
+    ``first`` is called with each batch and its number, but not on a copy.
+    """
+
+    def __init__(self, first: Callable[[torch.Tensor, int], object] = lambda *_: None) -> None:
         super().__init__()
+        self.first = first
         layers = [nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.GELU(), nn.Dropout(0.1)) for _ in range(6)]
         self.net = nn.Sequential(*layers, nn.Linear(64, 4))
         self.hooked: list[bool] = []
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        if type(self.trainer) is pl.Trainer:
+            self.first(batch, batch_idx)
         self.hooked.append(torch._C._autograd._top_saved_tensors_default_hooks(True) is not None)
         loss = self.net(batch).square().mean()
         self.log("loss", loss, on_epoch=True)
@@ -87,7 +95,7 @@ def train(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> Train:
     monkeypatch.setattr(samples, "MOST_SAMPLES", 256)
 
     def run(
-        guard: MemGuard | None, data: int | DataLoader[Any] = 1, kind: type[Deep] = Deep, **settings: Any
+        guard: MemGuard | None, data: int | DataLoader[Any] = 1, kind: Callable[[], Deep] = Deep, **settings: Any
     ) -> tuple[dict[str, torch.Tensor], list[str], Deep]:
         pl.seed_everything(0, verbose=False)
         module = kind()
@@ -236,46 +244,41 @@ def test_memory_that_others_take_meanwhile_moves_activations(train: Train, monke
     assert "CPU now offers 300.0 KiB after the margin." in text
 
 
-def test_always_lets_a_larger_batch_fit_and_trains_the_same_weights(trainer: Any) -> None:
+def test_always_lets_a_larger_batch_fit_and_trains_the_same_weights(trainer: Any, tuned: Any) -> None:
     """The choice of the batch size counts on the activations being elsewhere."""
-    data = [torch.randn(64) for _ in range(1000)]
+    data = [torch.randn(64) for _ in range(600)]
 
-    def chosen(**settings: Any) -> tuple[int, dict[str, torch.Tensor]]:
+    def trained(size: int, *guard: MemGuard) -> dict[str, torch.Tensor]:
         pl.seed_everything(0, verbose=False)
-        module, guard = Deep(), MemGuard(batch_size="largest", **settings)
-        trainer(guard).fit(module, DataLoader(data, batch_size=8))
-        return guard.decision.batch_size, module.state_dict()
+        module = Deep()
+        trainer(*guard).fit(module, DataLoader(data, batch_size=size))
+        return module.state_dict()
 
-    size, _ = chosen(budget=2 * MIB)
-    larger, weights = chosen(budget=2 * MIB, offload="always")
+    size = tuned(trainer(), Deep(), DataLoader(data, batch_size=8), budget=2 * MIB).decision.batch_size
+    guard = MemGuard(batch_size="largest", budget=2 * MIB, offload="always")
+    weights, larger = trained(8, guard), guard.decision.batch_size
     assert larger > 1.5 * size
-    same_size, plain = chosen(budget=64 * MIB, max_batch_size=larger)
-    assert same_size == larger
-    assert same(plain, weights)
+    assert same(trained(larger), weights)
 
 
 def test_the_strategy_is_left_as_it_was(train: Train, trainer: Any) -> None:
-    class Stops(Deep):
-        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-            if batch_idx == 3 and type(self.trainer) is pl.Trainer:
-                raise RuntimeError("the user's own")
-            return super().training_step(batch, batch_idx)
+    def stop(_: torch.Tensor, batch_idx: int) -> None:
+        if batch_idx == 3:
+            raise RuntimeError("the user's own")
 
     runner = trainer(MemGuard(budget=64 * MIB, offload="always"))
     with pytest.raises(RuntimeError, match="the user's own"):
-        runner.fit(Stops(), made_batches())
+        runner.fit(Deep(stop), made_batches())
     assert "training_step" not in vars(runner.strategy)
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
 
 def test_why_activations_cannot_move_is_in_the_note(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Fails(Deep):
-        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-            if len(batch) > 1000 and type(self.trainer) is pl.Trainer:
-                raise torch.OutOfMemoryError("CUDA out of memory")
-            return super().training_step(batch, batch_idx)
+    def fail(batch: torch.Tensor, _: int) -> None:
+        if len(batch) > 1000:
+            raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(engine._Packer, "survey", lambda *_: "the disk is full")
     with pytest.raises(torch.OutOfMemoryError) as raised:
-        train(MemGuard(budget=12 * MIB, max_batch_size=SIZE), LONG, Fails)
+        train(MemGuard(budget=12 * MIB, max_batch_size=SIZE), LONG, lambda: Deep(fail))
     assert "Its activations could not go to the host: the disk is full." in "\n".join(raised.value.__notes__)
