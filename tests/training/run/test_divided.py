@@ -18,7 +18,7 @@ from lightning_memguard.core.capture.capture import OutOfTimeError
 from lightning_memguard.training.run import choose
 from lightning_memguard.training.run.profile import RunProfile
 
-pytestmark = pytest.mark.usefixtures("taped")
+pytestmark = pytest.mark.usefixtures("captured_once", "taped")
 
 KIB = 1 << 10
 
