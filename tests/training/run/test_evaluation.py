@@ -17,9 +17,9 @@ from torchmetrics.utilities import dim_zero_cat
 
 from lightning_memguard import MemGuard
 from lightning_memguard.core.decision.decision import Decision
+from lightning_memguard.units import KIB
 from tests.long import long_but
 
-MIB = 1024 * 1024
 WEIGHTS = 4 * 333_834  # of `Wide`
 OUTPUT = 4 * 512  # of its first layer, for one sample
 
@@ -328,6 +328,7 @@ class Noting(pl.LightningModule):
         return DataLoader(self.data, batch_size=self.batch_size)
 
 
+@pytest.mark.usefixtures("taped")
 def test_validation_stays_at_its_own_size(trainer: Any) -> None:
     """Though the module's `batch_size`, which its validation loader reads, is that of training meanwhile."""
     module, guard = Noting(batch_size=5), MemGuard(batch_size="largest", max_batch_size=50)
@@ -338,8 +339,9 @@ def test_validation_stays_at_its_own_size(trainer: Any) -> None:
     assert guard.decision.validation_batch_size == 5
 
 
+@pytest.mark.usefixtures("taped")
 def test_a_validation_batch_that_does_not_fit_is_made_smaller(trainer: Any, many: TensorDataset) -> None:
-    module, guard = Noting(), MemGuard(batch_size="largest", budget=2 * MIB, margin=0.0)
+    module, guard = Noting(), MemGuard(batch_size="largest", budget=600 * KIB, margin=0.0)
     trainer(guard, num_sanity_val_steps=0).fit(
         module, DataLoader(many, batch_size=8), DataLoader(many, batch_size=2048)
     )
@@ -348,7 +350,7 @@ def test_a_validation_batch_that_does_not_fit_is_made_smaller(trainer: Any, many
     assert 1 < decision.validation_batch_size < 2048
     assert max(module.validated) == decision.validation_batch_size
     assert sum(module.validated) == 2048
-    assert decision.footprint.peak_device_bytes <= 2 * MIB
+    assert decision.footprint.peak_device_bytes <= 600 * KIB
     assert decision.batch_size > 8, "training takes what is left to it all the same"
 
 
@@ -404,7 +406,7 @@ def datamodule_of(package: Any, dataset: Any) -> Any:
     return Data()
 
 
-@pytest.mark.usefixtures("at_own_size")
+@pytest.mark.usefixtures("taped")
 @pytest.mark.parametrize(
     ("package", "data", "stage"),
     [
@@ -436,8 +438,9 @@ def test_what_is_evaluated_alone_keeps_its_batches(package: str, stage: str, dat
         assert result[0]["seen"] == sum(range(100))
 
 
+@pytest.mark.usefixtures("taped")
 def test_two_runs_of_one_trainer_are_tuned_each_for_itself(trainer: Any, many: TensorDataset) -> None:
-    module, guard = Noting(), MemGuard(budget=3 * MIB, margin=0.0)
+    module, guard = Noting(), MemGuard(budget=600 * KIB, margin=0.0)
     run = trainer(guard)
     run.fit(module, DataLoader(many, batch_size=2048))
     first = guard.decision
