@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_memguard import MemGuard
 from lightning_memguard.core.decision import record
 from lightning_memguard.core.decision.decision import Decision, Limits
-from lightning_memguard.core.decision.record import Measured
+from lightning_memguard.core.decision.record import EpochRecord, Measured
 from lightning_memguard.core.device.measurements import Setting, Store, default_path
 from lightning_memguard.core.device.meter import PeakMeter
 from lightning_memguard.core.range import NOTHING
@@ -29,7 +29,9 @@ from lightning_memguard.report.page_data import Report
 from lightning_memguard.training.planning.plan import plan_on
 from lightning_memguard.training.planning.subject import subject_of
 from lightning_memguard.training.run import earlier_runs, reading
+from lightning_memguard.training.run.tune import tune
 from tests.forks import CONTEXT
+from tests.training.quiet import quiet_trainer
 
 pytestmark = pytest.mark.usefixtures("taped")
 
@@ -64,6 +66,23 @@ class Gpu:
         decision = self.guard.decision
         peak = int(self.share * (decision.footprint.peak_device_bytes - decision.footprint.correction_bytes))
         return Measured(peak, "simulated", {}, peak // 2, peak - self.outside, self.retries, 0)
+
+    def run(self, net: Any = None, size: int = 64, *, precision: str = "32-true", **settings: Any) -> Decision:
+        """Check a fit, and store what an epoch of it measures, without training."""
+        trainer, module = quiet_trainer(precision=precision, max_steps=8), net or Net()
+        self.guard = MemGuard("check", **{"budget": BUDGET, **settings})
+        trainer.strategy.connect(module)
+        trainer._data_connector.attach_data(
+            module, DataLoader(TensorDataset(torch.randn(3 * size, 128), torch.zeros(3 * size).long()), batch_size=size)
+        )
+        tuning = tune(trainer, module, self.guard._settings)
+        decision = tuning.decision
+        assert decision.footprint is not None
+        assert tuning.profile is not None
+        self.guard._last_run = mock.Mock(decision=decision)
+        record = EpochRecord(0, size, decision.footprint, self.measured(), BUDGET)
+        tuning.earlier.remember(record, decision, tuning.profile, precision, type(module).__name__)
+        return decision
 
     def fit(self, mode: Any = "tune", net: Any = None, size: int = 64, **settings: Any) -> Decision:
         trainer = {name: settings.pop(name) for name in ("max_epochs", "max_steps", "precision") if name in settings}
@@ -137,22 +156,24 @@ def test_a_fit_that_ran_out_of_memory_makes_the_next_one_smaller_until_one_has_r
 
 
 @pytest.mark.captures
+@pytest.mark.usefixtures("captured_once")
 def test_the_signature_is_the_steps_whatever_its_batch_size(gpu: Gpu) -> None:
     for size in (2, 16, 63, 256):
-        gpu.fit("check", size=size)
+        gpu.run(size=size)
     assert len({each.step for each in stored()}) == 1
     assert {each.batch_size for each in stored()} == {2, 16, 63, 256}
 
 
 @pytest.mark.captures
+@pytest.mark.usefixtures("captured_once")
 @pytest.mark.parametrize(
     "change",
     [{"precision": "bf16-mixed"}, {"net": lambda: Net(optimizer=torch.optim.SGD)}, {"net": lambda: Net(width=520)}],
     ids=["precision", "optimizer", "model"],
 )
 def test_another_step_learns_nothing(gpu: Gpu, change: dict[str, Any]) -> None:
-    gpu.fit("check")
-    decision = gpu.fit("check", **{name: value() if callable(value) else value for name, value in change.items()})
+    gpu.run()
+    decision = gpu.run(**{name: value() if callable(value) else value for name, value in change.items()})
     assert decision.footprint.learned_from == ""
     assert not decision.notes
     assert len({each.step for each in stored()}) == 2
@@ -164,18 +185,18 @@ def test_another_step_learns_nothing(gpu: Gpu, change: dict[str, Any]) -> None:
 def test_what_another_gpu_or_software_has_measured_is_not_used_and_the_run_says_so(
     gpu: Gpu, name: str, value: str
 ) -> None:
-    gpu.fit("check")
+    gpu.run()
     gpu.setting = replace(H200, **{name: value})
-    decision = gpu.fit("check")
+    decision = gpu.run()
     assert decision.footprint.correction_bytes == 0
     (note,) = decision.notes
     assert note == f"1 earlier measurement of this step is not used: {name} {getattr(H200, name)} instead of {value}"
 
 
 def test_damaged_lines_are_not_used_and_the_run_says_so(gpu: Gpu) -> None:
-    gpu.fit("check")
+    gpu.run()
     default_path().write_text(default_path().read_text()[:-40] + "\n")
-    decision = gpu.fit("check")
+    decision = gpu.run()
     assert decision.footprint.learned_from == ""
     assert decision.notes == (f"1 line of {default_path()} cannot be read and is not used",)
 
@@ -209,7 +230,7 @@ def test_a_user_without_a_home_learns_nothing(gpu: Gpu, monkeypatch: pytest.Monk
 
 
 def test_a_user_may_want_none_of_it(gpu: Gpu) -> None:
-    gpu.fit("check", learn=False)
+    gpu.run(learn=False)
     assert not default_path().exists()
 
 
@@ -221,7 +242,7 @@ def test_a_user_may_want_none_of_it(gpu: Gpu) -> None:
 def test_a_run_that_tells_nothing_of_the_step_is_not_stored(gpu: Gpu, disturbed: dict[str, Any]) -> None:
     for name, value in disturbed.items():
         setattr(gpu, name, value)
-    gpu.fit("check")
+    gpu.run()
     assert not stored()
 
 
@@ -240,7 +261,7 @@ def test_a_run_of_fewer_samples_than_its_batch_size_is_stored_at_their_number(gp
 def test_a_run_that_began_with_a_cache_is_not_stored(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """As after another fit in the same process: the allocator has reserved what that took."""
     monkeypatch.setattr(earlier_runs, "reserved_bytes", lambda device: 1 << 30)
-    gpu.fit("check")
+    gpu.run()
     assert not stored()
 
 
@@ -284,9 +305,10 @@ def test_two_trainings_at_once_store_all_that_they_measure(gpu: Gpu, tmp_path: P
 
 
 @pytest.mark.captures
+@pytest.mark.usefixtures("captured_once")
 def test_a_plan_of_the_same_step_has_its_signature(gpu: Gpu) -> None:
     """So that what a run has measured corrects the plan for it."""
-    gpu.fit("check")
+    gpu.run()
     batch = torch.randn(32, 128), torch.zeros(32, dtype=torch.long)
     plan = plan_on(subject_of(Net(), batch), "cpu", Limits(max_batch_size=64))
     assert {each.step for each in stored()} == {plan.prediction.curve.signature}
