@@ -229,7 +229,9 @@ def captured_once(_captured: dict[object, Trace], monkeypatch: pytest.MonkeyPatc
         trainer, module = program.trainer, program.module
         run = trainer.max_epochs, trainer.max_steps, trainer.precision, program.batches_per_step, program.stage
         others = *map(type, trainer.callbacks), program.callback_bytes, bool(program.around)
-        values = [(name, value) for name, value in vars(module).items() if isinstance(value, bool | int | float | str | type)]
+        values = [
+            (name, value) for name, value in vars(module).items() if isinstance(value, bool | int | float | str | type)
+        ]
         asked = program.expected_batch(batch_size), batch_size, method, variant, *how.items()
         key = type(module), repr(module), *values, *run, *others, *asked
         if program.changes:

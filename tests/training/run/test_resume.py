@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memguard import MemGuard
 from lightning_memguard.training.run import resume
-from lightning_memguard.training.run.tune import GuardSettings
+from lightning_memguard.training.run.tune import GuardSettings, Tuning
 from lightning_memguard.units import KIB
 
 pytestmark = pytest.mark.usefixtures("taped")
@@ -59,6 +60,29 @@ def fit(trainer: Any, guard: MemGuard | None, *, ckpt_path: Any = None, size: in
     run = trainer(*[guard] if guard else [], **{"max_epochs": 2, **settings})
     run.fit(module, ckpt_path=ckpt_path)
     return run, module
+
+
+@pytest.fixture
+def resumed(tuned: Any, trainer: Any) -> Callable[..., Tuning]:
+    """A run as it is set up, from a checkpoint that another has saved, or that has nothing of ours; nothing trains."""
+
+    def go_on(saved: Tuning | None, *, size: int = 4, guard: dict[str, Any] | None = None, **settings: Any) -> Tuning:
+        guard = {"batch_size": "largest", **(guard or {})}
+        own = tuned(trainer(**{"max_epochs": 3, **settings}), module := Sized(size), module.train_dataloader(), **guard)
+        checkpoint = {resume.KEY: resume.saved_state(saved)} if saved else {"loops": {"fit_loop": {}}}
+        sizes = resume.saved_in(checkpoint, size)
+        assert sizes is not None
+        return resume.resume(own, sizes, MemGuard(**guard)._settings)
+
+    return go_on
+
+
+@pytest.fixture
+def first(tuned: Any, trainer: Any) -> Callable[..., Tuning]:
+    """The run that has saved a checkpoint."""
+    return lambda size=4, **guard: tuned(
+        trainer(max_epochs=2), module := Sized(size), module.train_dataloader(), **guard
+    )
 
 
 def test_the_size_is_in_the_checkpoint_and_loads_without_any_code(trainer: Any, tmp_path: Path) -> None:
@@ -107,60 +131,44 @@ def test_a_size_that_no_longer_fits_is_changed_and_said_out_loud(trainer: Any, t
     assert module.state_at_start == 4
 
 
-def test_a_limit_given_by_hand_outweighs_the_checkpoint(trainer: Any, tmp_path: Path) -> None:
-    run, _ = fit(trainer, MemGuard(batch_size="largest", budget=SMALL))
-    run.save_checkpoint(tmp_path / "a.ckpt")
-    guard = MemGuard(batch_size="largest", budget=SMALL, max_batch_size=8)
-    with pytest.warns(UserWarning, match="max_batch_size=8 forbids it"):
-        _, module = fit(trainer, guard, ckpt_path=tmp_path / "a.ckpt", max_epochs=3)
-    assert set(module.sizes) == {8}
+def test_a_limit_given_by_hand_outweighs_the_checkpoint(first: Any, resumed: Any) -> None:
+    decision = resumed(first(budget=SMALL), guard={"budget": SMALL, "max_batch_size": 8}).decision
+    assert "max_batch_size=8 forbids it" in decision.because
+    assert decision.batch_size == 8
 
 
-def test_a_checkpoint_from_before_the_guard_is_counted_in_batches_of_the_loader(trainer: Any, tmp_path: Path) -> None:
+def test_a_checkpoint_from_before_the_guard_is_counted_in_batches_of_the_loader(resumed: Any) -> None:
     """Batch 20 of 50 is where 80 samples end only while batches are of 4; ``min_batch_size`` insists on larger ones."""
-    plain, _ = fit(trainer, None, max_steps=20)
-    plain.save_checkpoint(tmp_path / "within.ckpt")
-    whole, _ = fit(trainer, None, max_epochs=1)
-    whole.save_checkpoint(tmp_path / "whole.ckpt")
-    guard = MemGuard(batch_size="largest", budget=LARGE)
-    _, module = fit(trainer, guard, ckpt_path=tmp_path / "within.ckpt")
-    assert set(module.sizes) == {4}
-    _, module = fit(trainer, guard, ckpt_path=tmp_path / "whole.ckpt")
-    assert set(module.sizes) == {4}
-    assert "the one the checkpoint was trained with (min_batch_size insists" in guard.decision.reason  # type: ignore[union-attr]
-    guard = MemGuard(batch_size="largest", budget=LARGE, min_batch_size=5)
-    with pytest.warns(UserWarning, match="trained at batch size 4; min_batch_size=5 forbids it"):
-        _, module = fit(trainer, guard, ckpt_path=tmp_path / "whole.ckpt")
-    assert module.sizes[0] > 4
+    decision = resumed(None, guard={"budget": LARGE}).decision
+    assert decision.batch_size == 4
+    assert "the one the checkpoint was trained with (min_batch_size insists" in decision.reason
+    decision = resumed(None, guard={"budget": LARGE, "min_batch_size": 5}).decision
+    assert "trained at batch size 4; min_batch_size=5 forbids it" in decision.because
+    assert decision.batch_size > 4
 
 
-def test_a_batch_size_that_was_set_outweighs_the_checkpoint(trainer: Any, tmp_path: Path) -> None:
+def test_a_batch_size_that_was_set_outweighs_the_checkpoint(first: Any, resumed: Any) -> None:
     """A run that grew was asked to; the next one is not, and the warning has both sizes."""
-    run, _ = fit(trainer, MemGuard(batch_size="largest", max_batch_size=20))
-    run.save_checkpoint(tmp_path / "a.ckpt")
-    with pytest.warns(UserWarning, match="trained at batch size 20; this run's loader has 4"):
-        _, module = fit(trainer, MemGuard(), ckpt_path=tmp_path / "a.ckpt", max_epochs=3)
-    assert set(module.sizes) == {4}
+    decision = resumed(first(max_batch_size=20), guard={"batch_size": "auto"}).decision
+    assert "trained at batch size 20; this run's loader has 4" in decision.because
+    assert decision.batch_size == 4
 
 
-def test_a_division_goes_on_if_it_still_fits(trainer: Any, tmp_path: Path) -> None:
+def test_a_division_goes_on_if_it_still_fits(first: Any, resumed: Any) -> None:
     """Batches are counted in pieces, and the next run would not need as many."""
-    first, again = MemGuard(budget=SMALL), MemGuard(budget=2 * SMALL)
-    run, _ = fit(trainer, first, size=200)
-    run.save_checkpoint(tmp_path / "a.ckpt")
-    fit(trainer, again, ckpt_path=tmp_path / "a.ckpt", max_epochs=3, size=200)
-    ours, theirs = first.decision, again.decision
+    before = first(200, batch_size="auto", budget=SMALL)
+    ours, theirs = (
+        before.decision,
+        resumed(before, size=200, guard={"batch_size": "auto", "budget": 2 * SMALL}).decision,
+    )
     assert (theirs.batch_size, theirs.accumulate_grad_batches) == (ours.batch_size, ours.accumulate_grad_batches)
     assert ours.batch_size * ours.accumulate_grad_batches == 200 > ours.batch_size
 
 
-def test_accumulation_goes_on_with_the_size(trainer: Any, tmp_path: Path) -> None:
-    first = MemGuard(budget=SMALL, keep_effective_batch_size=96)
-    run, _ = fit(trainer, first)
-    run.save_checkpoint(tmp_path / "a.ckpt")
-    again = MemGuard(batch_size="largest", budget=LARGE)
-    fit(trainer, again, ckpt_path=tmp_path / "a.ckpt", max_epochs=3)
-    assert again.decision.accumulate_grad_batches == first.decision.accumulate_grad_batches > 1
+def test_accumulation_goes_on_with_the_size(first: Any, resumed: Any) -> None:
+    before = first(batch_size="auto", budget=SMALL, keep_effective_batch_size=96)
+    decision = resumed(before, guard={"budget": LARGE}).decision
+    assert decision.accumulate_grad_batches == before.decision.accumulate_grad_batches > 1
 
 
 def test_a_resume_under_a_guard_that_only_checks_changes_nothing(trainer: Any, tmp_path: Path) -> None:
@@ -197,14 +205,11 @@ def test_an_evaluation_does_not_take_the_size_of_training(trainer: Any, tmp_path
     assert torch.load(tmp_path / "b.ckpt", weights_only=True)[resume.KEY]["batch_size"] == 16
 
 
-def test_a_size_at_which_a_limit_leaves_no_batch_is_not_resumed(trainer: Any, tmp_path: Path) -> None:
+def test_a_size_at_which_a_limit_leaves_no_batch_is_not_resumed(first: Any, resumed: Any) -> None:
     """A tenth of two batches is none, and Lightning refuses the run."""
-    run, _ = fit(trainer, MemGuard(batch_size="largest", max_batch_size=100))
-    run.save_checkpoint(tmp_path / "a.ckpt")
-    guard = MemGuard(batch_size="largest")
-    with pytest.warns(UserWarning, match="batch size 100; this run's data and limits allow 22 at most"):
-        _, module = fit(trainer, guard, ckpt_path=tmp_path / "a.ckpt", max_epochs=3, limit_train_batches=0.1)
-    assert set(module.sizes) == {20}  # no more samples than two batches of 4
+    decision = resumed(first(max_batch_size=100), limit_train_batches=0.1).decision
+    assert "batch size 100; this run's data and limits allow 22 at most" in decision.because
+    assert decision.batch_size == 20  # no more samples than two batches of 4
 
 
 def test_what_a_fit_sets_is_put_back(trainer: Any, tmp_path: Path) -> None:
