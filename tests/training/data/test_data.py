@@ -564,7 +564,6 @@ def test_without_lightnings_own_sampler() -> None:
     assert [shape[0] for shape in fitted(LOADERS["shuffled"](4), 50, use_distributed_sampler=False).shapes] == [50, 50]
 
 
-@pytest.mark.captures
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_a_batch_is_predicted_of_the_samples_that_there_are(trainer, small, dataset, drop_last):
     class Validated(small):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import functools
 import importlib
+import itertools
 import math
 import os
 import random
@@ -24,6 +26,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_memguard import MemGuard
+from tests.long import long_but
 
 pytestmark = pytest.mark.contract
 
@@ -129,13 +132,24 @@ def assert_same(mine: Any, theirs: Any, where: str = "") -> None:
         assert mine == theirs, where
 
 
-@pytest.mark.parametrize("pl", [lightning.pytorch, pytorch_lightning], ids=["lightning", "pytorch_lightning"])
-@pytest.mark.parametrize("reads_values", [False, True], ids=["fake", "real"])
+@functools.cache
+def unguarded(pl: Any, batch_size: int, *, reads_values: bool = False) -> dict[str, Any]:
+    """The same training without a guard, run once: nothing but its arguments may matter."""
+    return train(pl, batch_size, [], reads_values=reads_values)
+
+
+@pytest.mark.parametrize(
+    ("pl", "reads_values"),
+    long_but(
+        [(lightning.pytorch, False), (pytorch_lightning, True)],
+        itertools.product([lightning.pytorch, pytorch_lightning], [False, True]),
+    ),
+)
 def test_checking_leaves_no_trace(pl: Any, reads_values: bool) -> None:
     guard = MemGuard(mode="check")
     guarded = train(pl, 24, [guard], reads_values=reads_values)
     assert guard.decision.footprint.method == ("real" if reads_values else "worst-case")
-    assert_same(guarded, train(pl, 24, [], reads_values=reads_values))
+    assert_same(guarded, unguarded(pl, 24, reads_values=reads_values))
 
 
 LOSSES: list[int] = []
@@ -271,13 +285,13 @@ def test_a_tuned_run_is_the_run_with_that_size() -> None:
     tuned = train(pytorch_lightning, 16, [guard])
     assert (guard.decision.batch_size, guard.decision.limited_by) == (40, "max_batch_size")
     assert tuned["batches"] == [40, 40, 16] * 3
-    assert_same(tuned, train(pytorch_lightning, 40, []))
+    assert_same(tuned, unguarded(pytorch_lightning, 40))
 
 
 def test_the_comparison_can_fail() -> None:
     """Another batch size makes a difference, so that equality above means something."""
     with pytest.raises(AssertionError):
-        assert_same(train(pytorch_lightning, 24, []), train(pytorch_lightning, 32, []))
+        assert_same(unguarded(pytorch_lightning, 40), unguarded(pytorch_lightning, 32))
 
 
 @pytest.mark.parametrize("mode", ["check", "tune"])
