@@ -404,12 +404,10 @@ def test_what_cannot_be_sized_is_kept_with_a_reason(kind: str) -> None:
 
 
 @pytest.mark.captures
-def test_a_batch_sampler_of_variable_size_is_predicted_on_its_largest_batch() -> None:
-    guard = MemGuard("check")
-    trainer_of(guard).fit(module_of(), DataLoader(numbered(), batch_sampler=Tokens()))  # type: ignore[arg-type]
-    assert guard.decision is not None
-    assert guard.decision.footprint is not None
-    assert guard.decision.footprint.parts["batch"] >= 7 * 4 * 4
+def test_a_batch_sampler_of_variable_size_is_predicted_on_its_largest_batch(tuned: Any) -> None:
+    loader: Any = DataLoader(numbered(), batch_sampler=Tokens())  # type: ignore[arg-type]
+    footprint = tuned(trainer_of(), module_of(), loader, mode="check").decision.footprint
+    assert footprint.parts["batch"] >= 7 * 4 * 4
 
 
 def test_a_loader_that_is_not_torchs_but_follows_its_attribute_is_sized() -> None:
@@ -439,21 +437,21 @@ def test_an_interval_of_validation_leaves_as_many_batches() -> None:
     assert len(module.shapes) == 5
 
 
-def test_a_stream_whose_end_lightning_does_not_know_has_no_interval_to_leave_room_for() -> None:
+def test_a_stream_whose_end_lightning_does_not_know_has_no_interval_to_leave_room_for(tuned: Any) -> None:
     """Lightning trains 15 batches of 4 with an interval of 100, so no size is too large for it."""
-    _, decision = ran(DataLoader(Stream(60), 4), val_check_interval=100)
+    decision = tuned(trainer_of(val_check_interval=100), module_of(), DataLoader(Stream(60), 4)).decision
     assert (decision.batch_size, decision.limited_by) == (60, "dataset")
 
 
-def test_a_share_that_needs_several_batches_is_the_limit_by_its_name() -> None:
+def test_a_share_that_needs_several_batches_is_the_limit_by_its_name(tuned: Any) -> None:
     for setting in ("limit_train_batches", "overfit_batches"):
-        _, decision = ran(DataLoader(numbered(), 4), **{setting: 0.2})
+        decision = tuned(trainer_of(**{setting: 0.2}), module_of(), DataLoader(numbered(), 4)).decision
         assert (decision.batch_size, decision.limited_by) == (20, setting)
         assert (decision.steps_per_epoch, decision.requested_steps_per_epoch) == (1, 5)
 
 
-def test_a_dataset_is_the_limit_where_one_batch_holds_all_of_it() -> None:
-    _, decision = ran(DataLoader(numbered(), 4), accumulate_grad_batches=2)
+def test_a_dataset_is_the_limit_where_one_batch_holds_all_of_it(tuned: Any) -> None:
+    decision = tuned(trainer_of(accumulate_grad_batches=2), module_of(), DataLoader(numbered(), 4)).decision
     assert (decision.batch_size, decision.limited_by) == (100, "dataset")
     assert (decision.steps_per_epoch, decision.requested_steps_per_epoch) == (1, 13)
 

@@ -21,8 +21,11 @@ EPOCHS = 3
 class Grows(pl.LightningModule):
     """Larger pictures and smaller batches from epoch to epoch, as in progressive resizing."""
 
-    def __init__(self, sizes: tuple[int, ...] = (8, 4, 2), pixels: tuple[int, ...] = (8, 16, 32)) -> None:
+    def __init__(
+        self, sizes: tuple[int, ...] = (8, 4, 2), pixels: tuple[int, ...] = (8, 16, 32), samples: int = 96
+    ) -> None:
         super().__init__()
+        self.samples = samples
         self.sizes, self.pixels = sizes, pixels
         self.net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2))
         self.seen: list[int] = []
@@ -33,7 +36,7 @@ class Grows(pl.LightningModule):
 
     def train_dataloader(self) -> Any:
         pixels = self.pixels[self.epoch]
-        return DataLoader(TensorDataset(torch.rand(480, 3, pixels, pixels)), self.sizes[self.epoch])
+        return DataLoader(TensorDataset(torch.rand(self.samples, 3, pixels, pixels)), self.sizes[self.epoch])
 
     def training_step(self, batch: Any, index: int) -> torch.Tensor:
         if index == 0:
@@ -53,7 +56,7 @@ class Follows(Grows):
 
     def train_dataloader(self) -> Any:
         size = 2 * self.batch_size if self.epoch < 2 else self.batch_size // 2
-        return DataLoader(TensorDataset(torch.rand(960, 3, 8, 8)), size)
+        return DataLoader(TensorDataset(torch.rand(192, 3, 8, 8)), size)
 
 
 class Data(pl.LightningDataModule):
@@ -62,7 +65,7 @@ class Data(pl.LightningDataModule):
         self.batch_size = 8
 
     def train_dataloader(self) -> Any:
-        return DataLoader(TensorDataset(torch.rand(480, 3, 8, 8)), self.batch_size)
+        return DataLoader(TensorDataset(torch.rand(96, 3, 8, 8)), self.batch_size)
 
 
 class Curriculum(pl.Callback):
@@ -112,7 +115,6 @@ def test_a_loader_that_follows_the_size_of_its_module_is_as_decided() -> None:
     assert module.seen == [48, 48, 24]  # the module's size is 48: half of it is the hook's own wish
 
 
-@pytest.mark.captures
 @pytest.mark.filterwarnings("ignore:MemGuard")
 def test_gradients_are_not_accumulated_over_smaller_batches_of_its_own() -> None:
     steps = list[int]()
@@ -121,8 +123,8 @@ def test_gradients_are_not_accumulated_over_smaller_batches_of_its_own() -> None
         def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
             steps.append(trainer.global_step)
 
-    module = Grows(sizes=(480, 4, 4), pixels=(16, 8, 8))
-    guard = MemGuard(budget="6MiB", margin=0.0)
+    module = Grows(sizes=(480, 4, 4), pixels=(8, 8, 8), samples=480)
+    guard = MemGuard(budget="200KiB", margin=0.0)
     fit(module, guard, None, Count())
     pieces = guard.decision.accumulate_grad_batches
     assert guard.decision.requested_batch_size == 480

@@ -70,14 +70,9 @@ def test_limits_of_a_chosen_size_leave_one_that_fits(decided: Any, dataset: Tens
     assert decided(DataLoader(dataset, batch_size=10), max_batch_size=8).batch_size == 8
 
 
-@pytest.mark.captures
-def test_where_other_sizes_take_captures_nothing_is_promised(decided: Any, small: Any, dataset: TensorDataset) -> None:
-    class Kinked(small):  # type: ignore[misc,valid-type]
-        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            extra = torch.zeros(1000 * KIB if len(batch[0]) > 6 else 4)
-            return super().training_step(batch, batch_idx) + extra.sum()
-
-    found = decided(DataLoader(dataset, batch_size=10), module=Kinked())
+def test_where_other_sizes_take_captures_nothing_is_promised(decided: Any, played: Any, dataset: TensorDataset) -> None:
+    played(lambda trace: trace.plus({"activations": 1000 * KIB if trace.batch_size > 6 else 16}))
+    found = decided(DataLoader(dataset, batch_size=10))
     assert (found.batch_size, found.largest_batch_size) == (10, None)
     assert "Up to" not in found.reason
 

@@ -21,7 +21,9 @@ from lightning_memguard.core.replay.epoch import Epoch, EpochRun, Shape
 from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.errors import CannotTraceError
 from lightning_memguard.training.run import choose, epochs
+from lightning_memguard.training.run.tune import tune
 from lightning_memguard.units import MIB
+from tests.training.quiet import quiet_trainer
 
 pytestmark = pytest.mark.usefixtures("taped")
 
@@ -56,11 +58,10 @@ class OfTexts(pl.LightningModule):
 
 
 def decided(module: OfTexts, **settings: Any) -> Any:
-    guard = MemGuard(**settings)
-    silent = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    pl.Trainer(accelerator="cpu", max_steps=1, callbacks=[guard], **silent).fit(module)  # type: ignore[arg-type]
-    assert guard.decision
-    return guard.decision
+    trainer = quiet_trainer(max_steps=1)
+    trainer.strategy.connect(module)
+    trainer._data_connector.attach_data(module)
+    return tune(trainer, module, MemGuard(**settings)._settings).decision
 
 
 def failing_from(size: int) -> Any:

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memguard import Decision, MemGuard
 from lightning_memguard.core.capture.capture import OutOfTimeError
+from lightning_memguard.report.decision_table import warning_of
 from lightning_memguard.training.run import choose
 from lightning_memguard.training.run.profile import RunProfile
 
@@ -171,9 +172,10 @@ def test_what_cannot_be_accumulated_is_cut_with_a_warning(
 
 
 @pytest.mark.parametrize("limits", [{"keep_effective_batch_size": None}, {"max_batch_size": 500}], ids=str)
-def test_who_asks_for_smaller_steps_has_them(fit: Fit, limits: dict[str, Any]) -> None:
-    guard = MemGuard(budget=1300 * KIB, **limits)
-    _, _, told = fit(guard)
-    assert decided(guard).batch_size < 600
-    assert decided(guard).accumulate_grad_batches == 1
-    assert not told
+def test_who_asks_for_smaller_steps_has_them(
+    trainer: Any, tuned: Any, data: TensorDataset, limits: dict[str, Any]
+) -> None:
+    decision = tuned(trainer(), Deep(), DataLoader(data, 600), batch_size="auto", budget=300 * KIB, **limits).decision
+    assert decision.batch_size < 600
+    assert decision.accumulate_grad_batches == 1
+    assert "do not fit" not in warning_of(decision)

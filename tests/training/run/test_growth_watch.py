@@ -162,10 +162,14 @@ class Keeping(pl.Callback):
 
 
 @pytest.mark.parametrize(
-    ("kept_bytes", "settings"),
-    [(16 * MIB, {"max_epochs": 8}), (0, {"max_epochs": 8}), (16 * MIB, {"max_epochs": -1, "max_steps": 30})],
+    ("kept_bytes", "settings", "most_seconds"),
+    [
+        (16 * MIB, {"max_epochs": 8}, "auto"),
+        (16 * MIB, {"max_epochs": 8}, 0.001),
+        (0, {"max_epochs": 8}, "auto"),
+        (16 * MIB, {"max_epochs": -1, "max_steps": 30}, "auto"),
+    ],
 )
-@pytest.mark.parametrize("most_seconds", ["auto", 0.001])
 def test_a_real_run_is_warned_once_of_what_grows(
     trainer: Any, small: Any, dataset: Any, kept_bytes: int, settings: dict[str, int], most_seconds: Any
 ):

@@ -89,12 +89,15 @@ def test_a_checkpoint_is_written_to_the_hosts_memory_first(host: Any, tmp_path: 
     assert guard.decision.host.parts == {"checkpoint": pytest.approx(file.stat().st_size, rel=0.01)}
 
 
-def test_one_rank_of_a_host_saves_for_all(host: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_rank_of_a_host_saves_for_all(
+    host: Any, tuned: Any, trainer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each of four ranks is compared with a fourth of the host."""
     host(GIB)
     monkeypatch.setattr(pl.strategies.SingleDeviceStrategy, "num_processes", 4, raising=False)
-    guard = fitted(MemGuard("check", budget="1GiB"), ModelCheckpoint(tmp_path))
-    assert guard.decision.host.most_bytes == guard.decision.host.parts["checkpoint"] // 4
+    run, data = trainer(ModelCheckpoint(tmp_path), enable_checkpointing=True), TensorDataset(torch.zeros(20, FEATURES))
+    decision = tuned(run, Net(), data, mode="check", budget="1GiB").decision
+    assert decision.host.most_bytes == decision.host.parts["checkpoint"] // 4
 
 
 def test_a_host_that_is_too_small_is_a_warning_and_no_refusal(host: Any, tmp_path: Path) -> None:

@@ -129,10 +129,9 @@ def test_what_a_hook_makes_for_the_checkpoint_is_there_next_to_its_buffer(tmp_pa
 
 
 @pytest.mark.parametrize("callbacks", [(), (ModelCheckpoint(save_top_k=0),)], ids=["none", "none of them saved"])
-def test_without_a_checkpoint_the_step_is_predicted(callbacks: Any) -> None:
-    guard = MemGuard("check", budget="1GiB")
-    fit(guard, Layers(), *callbacks)
-    assert guard.decision.footprint.phase == "optimizer"
+def test_without_a_checkpoint_the_step_is_predicted(callbacks: Any, trainer: Any, tuned: Any) -> None:
+    run, data = trainer(*callbacks, enable_checkpointing=bool(callbacks)), TensorDataset(torch.randn(8, 1024))
+    assert tuned(run, Layers(), data, mode="check", budget="1GiB").decision.footprint.phase == "optimizer"
 
 
 @pytest.mark.captures
