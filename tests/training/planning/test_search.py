@@ -7,11 +7,13 @@ from typing import Any, cast
 import pytest
 import torch
 
+from lightning_memguard.core.capture import capture
 from lightning_memguard.core.capture.curve import Curve, Terms
 from lightning_memguard.core.capture.predict import Prediction, StepFailsError
 from lightning_memguard.core.decision.decision import Budget, Decision, Limits, Request
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.core.replay.settings import AllocatorSettings
+from lightning_memguard.core.trace.trace import Event, Trace
 from lightning_memguard.training.planning.plan import plan_on
 from lightning_memguard.training.planning.search import largest_that_runs
 from lightning_memguard.training.planning.subject import subject_of
@@ -64,17 +66,22 @@ def test_where_the_step_fails_at_each_size_the_first_failure_is_the_reason() -> 
         largest(Steps(101))
 
 
-def test_a_plan_says_of_a_size_that_only_runs_by_emptying_the_cache_how_often_it_does() -> None:
+def test_a_plan_says_of_a_size_that_only_runs_by_emptying_the_cache_how_often_it_does(
+    monkeypatch: pytest.MonkeyPatch, here: None
+) -> None:
     """Sixty blocks of 1 MiB and one of 60 MiB are never there together, but the allocator caches both."""
 
-    def step(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        small = [batch.new_empty(MIB // 4) for _ in range(60)]
-        del small
-        large = batch.new_empty(60 * MIB // 4)
-        del large
-        return model(batch).sum()
+    def written(program: Any, batch_size: int, *_: object, **__: object) -> Trace:
+        blocks = [
+            Event("alloc", block, MIB, step=step) for step in (0, 1) for block in range(100 * step, 100 * step + 60)
+        ]
+        large = [Event("alloc", 200 + step, 60 * MIB, step=step) for step in (0, 1)]
+        parts = (each for step in (0, 1) for each in (blocks[60 * step : 60 * step + 60], large[step : step + 1]))
+        events = [event for part in parts for event in (*part, *(each._replace(action="free") for each in part))]
+        return Trace(batch_size, program.device.type, "fake", tuple(events))
 
-    subject = subject_of(torch.nn.Linear(8, 8), torch.zeros(8, 8), step=step)
+    monkeypatch.setattr(capture, "capture_here", written)
+    subject = subject_of(torch.nn.Linear(8, 8), torch.zeros(8, 8), step=lambda model, batch: model(batch).sum())
     whole = plan_on(subject, "T4")
     assert whole.fits
     assert whole.asked.retries is None
