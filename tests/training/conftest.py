@@ -67,7 +67,6 @@ IN_CHILDREN = {
     *(
         "test_nothing_moves.py",
         "test_nothing_touched.py",
-        "test_workers.py",
     ),
     *("test_layouts_of_ranks.py"),
     "test_a_plain_loader_is_trained_at_the_chosen_size",

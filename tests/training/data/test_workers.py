@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import time
+from collections.abc import Callable
 from multiprocessing import reduction, resource_sharer
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from lightning_memguard import Decision, MemGuard
 from lightning_memguard.core.batch.batches import batches_from_one
 from lightning_memguard.core.device.host import MemoryInfo
+from lightning_memguard.report.decision_table import warning_of
 from lightning_memguard.training.data import workers
 from lightning_memguard.training.data.loaders import LoaderInfo, source_of
 from tests.forks import with_shared_memory
@@ -45,26 +48,31 @@ class Validated(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), 0.1)
 
 
-def decided(
-    trainer: Any, dataset: TensorDataset, size: int, validation: DataLoader[Any] | None, **loader: Any
-) -> Decision:
-    guard = MemGuard(batch_size="largest", margin=0.0)
-    run = trainer(
-        guard, max_steps=1, max_epochs=2, num_sanity_val_steps=0, limit_val_batches=0 if validation is None else 1
-    )
-    run.fit(Validated(), DataLoader(dataset, size, **loader), validation)
-    assert guard.decision is not None
-    return guard.decision
+Decided = Callable[..., Decision]
+
+
+@pytest.fixture
+def decided(tuned: Any, trainer: Any, taped: None) -> Decided:
+    """The decision for a run that starts, whose step is that of a small training, from its tapes."""
+
+    def run(dataset: TensorDataset, size: int, validation: DataLoader[Any] | None, **loader: Any) -> Decision:
+        limits = {"num_sanity_val_steps": 0, "limit_val_batches": 0 if validation is None else 1}
+        module: Any = Validated()
+        module.val_dataloader = lambda: validation
+        data = DataLoader(dataset, size, **loader)
+        return tuned(trainer(max_steps=1, max_epochs=2, **limits), module, data, margin=0.0).decision
+
+    return run
 
 
 def shm_of(nbytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workers, "shared_memory", lambda: MemoryInfo(nbytes, nbytes, "statvfs"))
 
 
-def test_as_many_batches_fit_as_are_in_flight(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_as_many_batches_fit_as_are_in_flight(decided: Decided, monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch of 30 samples takes a page of labels, and as many pages as its images."""
     shm_of(3 * (30 * PAGE + PAGE), monkeypatch)
-    found = decided(trainer, pages(200), 4, None, num_workers=1)
+    found = decided(pages(200), 4, None, num_workers=1)
     assert (found.batch_size, found.limited_by) == (30, "shared_memory")
     assert found.host is not None
     assert found.host.shared_bytes == 3 * 31 * PAGE
@@ -88,25 +96,25 @@ def test_what_is_in_flight_is_read_from_the_loader(settings: dict[str, Any], in_
     assert workers.Workers(found, None, mid_epoch=False, leaves=False).shared_bytes(30, 0) == in_flight * 31 * PAGE
 
 
-def test_a_warning_names_what_would_fit(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_warning_names_what_would_fit(decided: Decided, monkeypatch: pytest.MonkeyPatch) -> None:
     shm_of(100 * PAGE, monkeypatch)
     less = r"500\.0 KiB less; num_workers=0 needs 1\.5 MiB less"
-    with pytest.warns(UserWarning, match=rf"does NOT fit /dev/shm: .* {less}"):
-        own = decided(trainer, pages(1000), 124, None, num_workers=1)
+    own = decided(pages(1000), 124, None, num_workers=1)
+    assert re.search(rf"does NOT fit /dev/shm: .* {less}", warning_of(own))
     assert (own.batch_size, own.fits) == (124, False), "the loader's own size stays"
 
 
-def test_without_workers_nothing_is_shared(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_workers_nothing_is_shared(decided: Decided, monkeypatch: pytest.MonkeyPatch) -> None:
     shm_of(1, monkeypatch)
-    found = decided(trainer, pages(200), 4, None)
+    found = decided(pages(200), 4, None)
     assert (found.limited_by, found.host) == ("dataset", None)
 
 
-def test_the_workers_of_validation_take_their_share(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_workers_of_validation_take_their_share(decided: Decided, monkeypatch: pytest.MonkeyPatch) -> None:
     """One batch of 30 is trained on while two of 10 are made, and two more lie ready since the validation before."""
     shm_of(3 * 31 * PAGE + 2 * 11 * PAGE, monkeypatch)
     validation = DataLoader(pages(200), 10, num_workers=1)
-    found = decided(trainer, pages(200), 4, validation, num_workers=1)
+    found = decided(pages(200), 4, validation, num_workers=1)
     assert (found.batch_size, found.limited_by) == (30, "shared_memory")
 
 
@@ -166,7 +174,7 @@ def test_what_forked_workers_keep_depends_on_when_they_begin() -> None:
 
 @pytest.mark.parametrize(("epochs", "times"), [(2, 4), (1, 1)])
 def test_forked_workers_keep_what_training_rewrites(
-    trainer: Any, monkeypatch: pytest.MonkeyPatch, epochs: int, times: int
+    trainer: Any, tuned: Any, at_own_size: None, monkeypatch: pytest.MonkeyPatch, epochs: int, times: int
 ) -> None:
     """Weights alone, or with the gradients and both moments of Adam once a step was taken before the fork."""
     module = Validated()
@@ -174,14 +182,11 @@ def test_forked_workers_keep_what_training_rewrites(
     monkeypatch.setattr(
         module, "configure_optimizers", lambda: torch.optim.Adam(module.parameters(), 0.1, foreach=False)
     )
-    guard = MemGuard(batch_size="largest", max_batch_size=8)
-    run = trainer(guard, max_epochs=epochs, num_sanity_val_steps=0, limit_train_batches=2)
-    run.fit(module, DataLoader(pages(64), 8, num_workers=1))
-    assert guard.decision is not None
-    assert guard.decision.footprint is not None
+    run = trainer(max_epochs=epochs, num_sanity_val_steps=0, limit_train_batches=2)
+    footprint = tuned(run, module, DataLoader(pages(64), 8, num_workers=1), max_batch_size=8).decision.footprint
     own = sum(each.nbytes for each in module.parameters())
     alone = workers.Workers(flight(workers=1), None, mid_epoch=False, leaves=False).own_bytes(8, 0)[1]
-    kept = guard.decision.footprint.parts["workers"] - alone - 2 * PAGE
+    kept = footprint.parts["workers"] - alone - 2 * PAGE
     assert abs(kept - times * own) < 200  # counters of steps
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import re
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memguard import MemGuard, MemGuardError
+from tests.long import long_but
 
 pytestmark = pytest.mark.usefixtures("taped")
 
@@ -65,8 +67,12 @@ def guard_of(made: Any) -> MemGuard:
     return guard
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-@pytest.mark.parametrize("name", ["MemGuard", "lightning_memguard.MemGuard"])
+NAMES = ["MemGuard", "lightning_memguard.MemGuard"]
+
+
+@pytest.mark.parametrize(
+    ("package", "name"), long_but([*zip(PACKAGES, NAMES, strict=True)], itertools.product(PACKAGES, NAMES))
+)
 def test_a_guard_from_the_command_line(package: str, name: str) -> None:
     """By its name where the script imports it, and by its dotted path where it does not."""
     settings = ("budget=24GiB", "max_batch_size=20", "batch_size=largest")
@@ -78,6 +84,7 @@ def test_a_guard_from_the_command_line(package: str, name: str) -> None:
 
 
 @pytest.mark.captures
+@pytest.mark.usefixtures("at_own_size")
 @pytest.mark.parametrize("package", PACKAGES)
 def test_an_optimizer_from_the_command_line_is_predicted_and_none_of_the_copys_business(package: str) -> None:
     settings = ["--trainer.callbacks=MemGuard", "--trainer.callbacks.max_batch_size=20"]
