@@ -59,7 +59,7 @@ def test_each_rank_of_fsdp2_holds_its_share(ranks: int, here: None) -> None:
 @pytest.mark.parametrize(
     ("name", "parameters", "states"),
     [
-        ("deepspeed_stage_1", 4, 12 / 8),
+        pytest.param("deepspeed_stage_1", 4, 12 / 8, marks=pytest.mark.long),
         ("deepspeed_stage_2", 4, 12 / 8),
         ("deepspeed_stage_3", 4 / 8, 12 / 8),
         ("deepspeed_stage_2_offload", 4, 0),

@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_memguard import Decision, MemGuard
+from lightning_memguard.training.data import samples
 from lightning_memguard.units import share_of
 from tests.long import long_but
 
@@ -113,14 +114,17 @@ class Stream(IterableDataset[Any]):
             "an epoch has 50 optimizer steps instead of 100 (min_steps_per_epoch allows no fewer; max_batch_size=16",
         ),
         (
-            10_000,
+            2000,
             16,
             "larger batches leave an epoch fewer optimizer steps, whose number is unknown (min_steps_per_epoch",
         ),
     ],
 )
-def test_streams_keep_steps_too(decided: Any, count: int, expected: int, words: str) -> None:
-    """All of 4,096 samples are drawn and counted."""
+def test_streams_keep_steps_too(
+    decided: Any, monkeypatch: pytest.MonkeyPatch, count: int, expected: int, words: str
+) -> None:
+    """All of 1,700 samples are drawn and counted."""
+    monkeypatch.setattr(samples, "MOST_SAMPLES", 1700)
     found = decided(DataLoader(Stream(count), 16))
     assert (found.batch_size, found.limited_by) == (expected, "min_steps_per_epoch")
     assert words in found.reason

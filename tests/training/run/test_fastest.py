@@ -41,6 +41,7 @@ def test_the_smallest_size_within_three_percent_of_the_best_is_found(fixed: floa
 
 
 @pytest.mark.captures
+@pytest.mark.usefixtures("captured_once")
 @pytest.mark.parametrize(
     ("speed", "size", "limit"),
     [(SLOW_LAUNCHES, 98, "time"), (LOADED, 10, "time"), (None, 100, "dataset")],
