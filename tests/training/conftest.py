@@ -25,6 +25,7 @@ from lightning_memguard.core.range import NOTHING
 from lightning_memguard.core.trace.trace import Trace
 from lightning_memguard.training.data import samples
 from lightning_memguard.training.facts.lightning_port import preserve_loader_classes
+from lightning_memguard.training.planning import advise
 from lightning_memguard.training.run import choose, guarded_run
 from lightning_memguard.training.run.tune import Tuning, tune
 from tests import tape
@@ -240,6 +241,12 @@ def captured_once(_captured: dict[object, Trace], monkeypatch: pytest.MonkeyPatc
         return _captured[key]
 
     monkeypatch.setattr(capture, "capture_here", once)
+
+
+@pytest.fixture
+def without_advice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A refusal tries no remedies, each of which is a capture."""
+    monkeypatch.setattr(advise, "try_remedies", lambda *_, **__: advise.AdviceReport(()))
 
 
 @pytest.fixture

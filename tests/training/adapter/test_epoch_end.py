@@ -194,6 +194,7 @@ def test_a_hook_that_reads_data_or_writes_files_does_more_than_compute():
     assert not only_computes(ReadsAgain(), "on_train_epoch_end", Plain())
 
 
+@pytest.mark.usefixtures("without_advice")
 def test_a_refusal_names_the_list_that_the_hook_joins(tmp_path):
     with pytest.raises(DoesNotFitError) as caught:
         fit(Collects(), tmp_path, MemGuard(budget="40MiB"))

@@ -74,7 +74,8 @@ def test_a_schedule_of_accumulation_is_predicted_at_its_largest(wide: Any, wide_
 @pytest.mark.captures
 @pytest.mark.parametrize("algorithm", ["norm", "value"])
 def test_clipping(wide: Any, wide_data: Any, as_measured: Any, algorithm: str) -> None:
-    as_measured(fit(wide, wide_data, 8), gradient_clip_val=0.5, gradient_clip_algorithm=algorithm)
+    few = TensorDataset(*wide_data[:32])
+    as_measured(fit(wide, few, 8), gradient_clip_val=0.5, gradient_clip_algorithm=algorithm)
 
 
 @pytest.fixture
@@ -148,20 +149,23 @@ def test_a_schedule_of_accumulation_leaves_no_effective_batch_size_to_keep(
 # -- what does not: the training goes on as it would
 
 
+LONG = pytest.mark.long
+
+
 @pytest.mark.parametrize(
     ("settings", "sizes"),
     [
         ({"overfit_batches": 3}, [4] * 3),  # not more samples
         ({"overfit_batches": 0.4}, [20] * 2),
         ({"fast_dev_run": True}, [20]),
-        ({"fast_dev_run": 2}, [20] * 2),
+        pytest.param({"fast_dev_run": 2}, [20] * 2, marks=LONG),  # as of one
         ({"limit_train_batches": 3}, [4] * 3),
         ({"limit_train_batches": 0.5}, [20] * 2),
         ({"barebones": True}, [20] * 5),
         ({"max_steps": 7, "max_epochs": -1}, [20] * 7),
-        ({"max_steps": 3}, [20] * 3),
+        pytest.param({"max_steps": 3}, [20] * 3, marks=LONG),  # as of seven
         ({"max_epochs": 2, "reload_dataloaders_every_n_epochs": 1}, [20] * 10),
-        ({"inference_mode": False}, [20] * 5),
+        pytest.param({"inference_mode": False}, [20] * 5, marks=LONG),
         ({"enable_checkpointing": True}, [20] * 5),
     ],
     ids=str,
@@ -179,11 +183,11 @@ def test_the_number_of_batches_is_that_of_the_chosen_size(
     ("settings", "batches"),
     [
         ({"limit_val_batches": 0}, 0),
-        ({"limit_val_batches": 3}, 2 + 3),
+        pytest.param({"limit_val_batches": 3}, 2 + 3, marks=LONG),  # as of a half
         ({"limit_val_batches": 0.5}, 2 + 5),
         ({"num_sanity_val_steps": 0}, 10),
         ({"num_sanity_val_steps": -1}, 20),
-        ({"num_sanity_val_steps": 0, "val_check_interval": 2}, 20),
+        pytest.param({"num_sanity_val_steps": 0, "val_check_interval": 2}, 20, marks=LONG),  # as of a share
         ({"num_sanity_val_steps": 0, "val_check_interval": 0.4}, 20),
         ({"num_sanity_val_steps": 0, "val_check_interval": 7, "check_val_every_n_epoch": None, "max_epochs": 3}, 20),
     ],
@@ -206,6 +210,7 @@ def test_limits_of_what_is_evaluated_alone(trainer: Any, dataset: TensorDataset,
 
 
 @pytest.mark.captures
+@pytest.mark.usefixtures("captured_once")
 @pytest.mark.parametrize("profiler", ["simple", "advanced", "pytorch"])
 def test_profilers_see_the_run_alone(trainer: Any, dataset: TensorDataset, tmp_path: Any, profiler: str) -> None:
     """The profile has nothing of what the copy runs in setup."""

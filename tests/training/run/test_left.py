@@ -12,6 +12,8 @@ from torch.utils.data import DataLoader
 from lightning_memguard import DoesNotFitError, MemGuard
 from tests.training.quiet import quiet_trainer
 
+pytestmark = pytest.mark.usefixtures("without_advice")
+
 DATA = torch.rand(2048, 64)
 
 
