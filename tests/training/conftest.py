@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pytest
 import pytorch_lightning as pl
@@ -27,6 +28,7 @@ from lightning_memguard.training.data import samples
 from lightning_memguard.training.facts.lightning_port import preserve_loader_classes
 from lightning_memguard.training.planning import advise
 from lightning_memguard.training.run import choose, guarded_run
+from lightning_memguard.training.run.guarded_run import GuardedRun
 from lightning_memguard.training.run.tune import Tuning, tune
 from tests import tape
 from tests.training.quiet import quiet_trainer
@@ -241,6 +243,28 @@ def captured_once(_captured: dict[object, Trace], monkeypatch: pytest.MonkeyPatc
         return _captured[key]
 
     monkeypatch.setattr(capture, "capture_here", once)
+
+
+@pytest.fixture
+def begun() -> Iterator[Callable[..., GuardedRun]]:
+    """A guarded fit at its first step: the test says which batches come, and what happens; nothing trains."""
+    runs: list[GuardedRun] = []
+
+    def begin(module: pl.LightningModule, loader: Any, **settings: Any) -> GuardedRun:
+        trainer = quiet_trainer()
+        trainer.strategy.connect(module)
+        trainer._data_connector.attach_data(module, loader)
+        run = GuardedRun(trainer, module, MemGuard(**settings)._settings, "fit", None, WeakKeyDictionary())
+        runs.append(run)
+        run.apply()
+        run.announce()
+        run.start()
+        run.start_measuring()
+        return run
+
+    yield begin
+    for run in runs:
+        run.close()
 
 
 @pytest.fixture

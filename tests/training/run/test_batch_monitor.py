@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 import signal
 import sys
 import types
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from lightning_memguard.core.decision.decision import Budget
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.report import failure as report
 from lightning_memguard.training.run import aftermath, batch_monitor, guarded_run
+from lightning_memguard.training.run.guarded_run import GuardedRun
 from lightning_memguard.units import MIB
 from tests.forks import with_shared_memory
 
@@ -36,16 +38,13 @@ notes_there = pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions 
 class Tokens(pl.LightningModule):
     """Embeds and averages; what a step takes grows with the longest of its samples."""
 
-    def __init__(self, fails_at: int = -1, error: Any = None) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(100, 32)
         self.head = nn.Linear(32, 2)
-        self.fails_at, self.error = fails_at, error
         self.shapes: list[tuple[int, ...]] = []
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        if type(self.trainer) is pl.Trainer and batch_idx == self.fails_at:  # and not that of a capture
-            self.error()
         self.shapes.append(tuple(batch.shape))
         return self.head(self.embedding(batch).mean(1)).square().mean()
 
@@ -60,46 +59,59 @@ def pad(items: list[torch.Tensor]) -> torch.Tensor:
 class Growing(IterableDataset[torch.Tensor]):
     """A stream whose later texts are longer than all that a guard looks at."""
 
-    def __init__(self, later: list[int], before: int = 5000) -> None:
+    def __init__(self, later: list[int], before: int = 500) -> None:
         self.lengths = [10] * before + later
 
     def __iter__(self) -> Any:
         return (torch.zeros(length, dtype=torch.long) for length in self.lengths)
 
 
-def warnings_of(trainer: Any, data: Any, **settings: Any) -> list[str]:
-    guard = MemGuard(**{"batch_size": "largest", "max_batch_size": 100, **settings})
+Begun = Callable[..., GuardedRun]
+
+
+def at_batches(begun: Begun, loader: Any, last: float = math.inf, **settings: Any) -> GuardedRun:
+    """A fit that has come to a batch, or to the end of its data."""
+    run = begun(Tokens(), loader, **{"batch_size": "largest", "max_batch_size": 100, **settings})
+    for batch_idx, batch in enumerate(loader):
+        run.start_batch(batch, batch_idx)
+        run.check_batch("train", batch, batch_idx, math.inf)
+        if batch_idx == last:
+            break
+    return run
+
+
+def warnings_of(begun: Begun, data: Any, **settings: Any) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer(guard).fit(Tokens(), DataLoader(data, batch_size=100, collate_fn=pad))
+        at_batches(begun, DataLoader(data, batch_size=100, collate_fn=pad), **settings)
     return [str(each.message) for each in caught if "larger than the" in str(each.message)]
 
 
 @pytest.mark.captures
-def test_a_larger_batch_is_announced_with_what_it_takes(trainer: Any) -> None:
+def test_a_larger_batch_is_announced_with_what_it_takes(begun: Begun) -> None:
     """100 texts of 40 tokens where 10 were predicted from: a float32 embedding of 100 x 40 x 32 is 500 KiB."""
-    (text,) = warnings_of(trainer, Growing([40] * 100), budget="64MiB")
-    assert "Training batch 50 has [100, 40], larger than the [100, 10] of the prediction" in text
+    (text,) = warnings_of(begun, Growing([40] * 100), budget="64MiB")
+    assert "Training batch 5 has [100, 40], larger than the [100, 10] of the prediction" in text
     assert text.endswith("It fits.")
 
 
 @pytest.mark.captures
-def test_one_that_may_not_fit_says_so(trainer: Any) -> None:
-    (text,) = warnings_of(trainer, Growing([4000] * 100), budget=4 * MIB, offload="never")
+def test_one_that_may_not_fit_says_so(begun: Begun) -> None:
+    (text,) = warnings_of(begun, Growing([4000] * 100), budget=4 * MIB, offload="never")
     assert "may run out of memory" in text
 
 
 @pytest.mark.captures
-def test_it_is_announced_again_only_for_one_that_is_larger_by_a_tenth(trainer: Any) -> None:
+def test_it_is_announced_again_only_for_one_that_is_larger_by_a_tenth(begun: Begun) -> None:
     """40, again 40, 43 (less than a tenth more), 48."""
     lengths = [length for length in (40, 40, 43, 48) for _ in range(100)]
-    first, second = warnings_of(trainer, Growing(lengths), budget="64MiB")
+    first, second = warnings_of(begun, Growing(lengths), budget="64MiB")
     assert "[100, 40]" in first
     assert "[100, 48]" in second
 
 
-def test_batches_within_the_prediction_are_passed_over(trainer: Any) -> None:
-    assert warnings_of(trainer, Growing([3] * 150), budget="64MiB") == []
+def test_batches_within_the_prediction_are_passed_over(begun: Begun) -> None:
+    assert warnings_of(begun, Growing([3] * 150), budget="64MiB") == []
 
 
 def test_a_smaller_last_batch_is_not_announced(trainer: Any, dataset: TensorDataset, small: Any) -> None:
@@ -113,15 +125,15 @@ def test_a_smaller_last_batch_is_not_announced(trainer: Any, dataset: TensorData
 # -- out of memory
 
 
-def fails(trainer: Any, error: Any, data: Any = None, at: int = 2, **settings: Any) -> BaseException:
-    module = Tokens(at, error)
+def fails(begun: Begun, error: Any, data: Any = None, at: int = 2, **settings: Any) -> str:
+    """What is said of an error at a batch."""
     texts = data or [torch.zeros(10, dtype=torch.long) for _ in range(400)]
-    loader = DataLoader(texts, batch_size=100, collate_fn=pad)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with pytest.raises((RuntimeError, MemoryError, ValueError)) as caught:
-            trainer(MemGuard(**{"batch_size": "largest", "max_batch_size": 100, **settings})).fit(module, loader)
-    return caught.value
+        run = at_batches(begun, DataLoader(texts, batch_size=100, collate_fn=pad), at, **settings)
+    with pytest.raises((RuntimeError, MemoryError, ValueError)) as caught:
+        error()
+    return run.note_on(caught.value)
 
 
 def too_much() -> None:
@@ -132,10 +144,9 @@ def on_a_gpu(*_: object) -> None:
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
 
-@notes_there
 @pytest.mark.parametrize("error", [too_much, on_a_gpu])
-def test_an_out_of_memory_error_carries_what_was_predicted(trainer: Any, error: Any) -> None:
-    note = "\n".join(fails(trainer, error, budget="64MiB").__notes__)
+def test_an_out_of_memory_error_carries_what_was_predicted(begun: Begun, error: Any) -> None:
+    note = fails(begun, error, budget="64MiB")
     assert "MemGuard predicted" in note
     assert "at batch size 100" in note
     assert "the measured peak up to this error is" in note
@@ -145,9 +156,8 @@ def test_an_out_of_memory_error_carries_what_was_predicted(trainer: Any, error: 
 
 
 @pytest.mark.captures
-@notes_there
-def test_the_note_names_the_batch_that_was_larger(trainer: Any) -> None:
-    note = "\n".join(fails(trainer, on_a_gpu, Growing([500] * 100), at=50, budget="4MiB").__notes__)
+def test_the_note_names_the_batch_that_was_larger(begun: Begun) -> None:
+    note = fails(begun, on_a_gpu, Growing([500] * 100), at=5, budget="4MiB")
     assert "The batch had [100, 500]; the prediction is for [100, 10], and this batch is predicted to need " in note
     assert "  6.1 MiB  temporaries of test_batch_monitor.py:" in note  # 100 x 500 x 32 floats
     size = int(note.partition("For batches like it, batch size ")[2].partition(" ")[0])
@@ -155,32 +165,29 @@ def test_the_note_names_the_batch_that_was_larger(trainer: Any) -> None:
     assert f"set max_batch_size={size}, or raise `margin`, or truncate long samples." in note
 
 
-@notes_there
-def test_later_batches_as_short_as_predicted_are_not_taken_for_the_larger_one(trainer: Any) -> None:
+def test_later_batches_as_short_as_predicted_are_not_taken_for_the_larger_one(begun: Begun) -> None:
     texts = Growing([500] * 100 + [10] * 200)
-    note = "\n".join(fails(trainer, on_a_gpu, texts, at=51, budget="64MiB").__notes__)
+    note = fails(begun, on_a_gpu, texts, at=6, budget="64MiB")
     assert "The batch had the predicted shape: [100, 10]." in note
     assert "batches like it" not in note
 
 
-@notes_there
-def test_a_size_that_would_have_fit_is_smaller_and_fits(trainer: Any) -> None:
+def test_a_size_that_would_have_fit_is_smaller_and_fits(begun: Begun) -> None:
     def of_pages() -> None:
         pages = torch.ones(9 << 20)  # more than the C library may have kept
         on_a_gpu(pages)
 
-    note = "\n".join(fails(trainer, of_pages, budget="16MiB", margin=0.0).__notes__)
+    note = fails(begun, of_pages, budget="16MiB", margin=0.0)
     size = int(note.partition("Batch size ")[2].partition(" ")[0])
     assert 1 <= size < 100
     assert f"max_batch_size={size}" in note
 
 
-@notes_there
-def test_other_errors_are_left_as_they_are(trainer: Any) -> None:
+def test_other_errors_are_left_as_they_are(begun: Begun) -> None:
     def wrong() -> None:
         raise ValueError("a mistake in the step")
 
-    assert not hasattr(fails(trainer, wrong), "__notes__")
+    assert fails(begun, wrong) == ""
 
 
 @notes_there

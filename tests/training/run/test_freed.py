@@ -68,21 +68,30 @@ class Wide(KeepsLosses):
         return self.net(batch).square().mean()
 
 
-def fit(module, folder, guard, *callbacks, width=32):
-    data = DataLoader(torch.rand(64 * STEPS, width), 64)
-    quiet_trainer(guard, *callbacks, default_root_dir=folder, limit_train_batches=STEPS).fit(module, data)
-    return guard
+def loader(width=32):
+    return DataLoader(torch.rand(64 * STEPS, width), 64)
 
 
-def test_a_small_thing_that_each_step_leaves_keeps_a_freed_block_at_most(tmp_path):
-    footprint = fit(KeepsLosses(), tmp_path, MemGuard("check")).decision.footprint
+@pytest.fixture
+def predicted(tuned, trainer):
+    """The footprint of a fit that starts."""
+
+    def predict(module, *callbacks, width=32):
+        run = trainer(*callbacks, limit_train_batches=STEPS)
+        return tuned(run, module, loader(width), batch_size="auto", mode="check").decision.footprint
+
+    return predict
+
+
+def test_a_small_thing_that_each_step_leaves_keeps_a_freed_block_at_most(predicted):
+    footprint = predicted(KeepsLosses())
     assert footprint.highest.outside_bytes >= STEPS * HIDDEN_BYTES
     assert any("freed blocks that the C library keeps" in note for note in footprint.notes)
 
 
-def test_the_nodes_of_graphs_that_stay_are_in_the_upper_bound(tmp_path, monkeypatch):
+def test_the_nodes_of_graphs_that_stay_are_in_the_upper_bound(predicted, monkeypatch):
     monkeypatch.setattr("lightning_memguard.training.run.freed.WORTH_A_NOTE", 1)
-    footprint = fit(KeepsGraphs(), tmp_path, MemGuard("check")).decision.footprint
+    footprint = predicted(KeepsGraphs())
     assert any("nodes of the graphs" in note for note in footprint.notes)
 
 
@@ -90,21 +99,23 @@ def test_they_are_returned_where_they_could_pass_the_budget(tmp_path, monkeypatc
     called = []
     name = "lightning_memguard.training.run.guarded_run.return_freed_memory"
     monkeypatch.setattr(name, lambda device: called.append(device) or (lambda: None))
-    footprint = fit(KeepsLosses(), tmp_path, MemGuard(budget="22MiB")).decision.footprint
+    guard = MemGuard(budget="22MiB")
+    quiet_trainer(guard, default_root_dir=tmp_path, limit_train_batches=STEPS).fit(KeepsLosses(), loader())
+    footprint = guard.decision.footprint
     assert footprint.most_device_bytes * KEPT_FREED_RATIO < 22 * MIB, "the ratio alone would not return them"
     assert called == [torch.device("cpu")]
     assert not any("freed blocks" in note for note in footprint.notes)
 
 
-def test_what_steps_have_freed_lies_next_to_a_checkpoint_at_most(tmp_path):
-    footprint = fit(Wide(), tmp_path, MemGuard("check"), Saves(), width=1024).decision.footprint
+def test_what_steps_have_freed_lies_next_to_a_checkpoint_at_most(predicted):
+    footprint = predicted(Wide(), Saves(), width=1024)
     weights = 1025 * 2048 * 4
     assert footprint.phase == "checkpoint"
     assert footprint.peak_allocated_bytes == pytest.approx(7 * weights, rel=0.01), "with gradients, Adam, and the file"
     assert footprint.highest.outside_bytes > weights
 
 
-def test_so_does_what_lies_next_to_weights_that_are_saved_below_the_peak_of_a_step(tmp_path):
-    footprint = fit(Wide(), tmp_path, MemGuard("check"), SavesWeights(), width=1024).decision.footprint
+def test_so_does_what_lies_next_to_weights_that_are_saved_below_the_peak_of_a_step(predicted):
+    footprint = predicted(Wide(), SavesWeights(), width=1024)
     assert footprint.phase == "optimizer"
     assert footprint.highest.outside_bytes > 1025 * 2048 * 4
