@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_memguard import MemGuard
 from lightning_memguard.training.data.sizes_elsewhere import held_elsewhere
 
 pytestmark = pytest.mark.usefixtures("taped")
@@ -155,9 +154,9 @@ def test_a_method_that_a_callback_calls_is_reached() -> None:
     assert "Forecaster.loader" in held_elsewhere(module, 64, [Averaging()])
 
 
-def test_a_run_keeps_its_size_and_says_why(trainer: Any, small: Any, dataset: Any) -> None:
-    guard, module = MemGuard(batch_size="largest", budget="1GiB"), small()
+def test_a_run_keeps_its_size_and_says_why(trainer: Any, tuned: Any, small: Any, dataset: Any) -> None:
+    module = small()
     module.loss_of = Loss(10)
-    trainer(guard).fit(module, torch.utils.data.DataLoader(dataset, batch_size=10))
-    assert guard.decision.outcome == "kept"
-    assert "`loss_of.batch_size` is 10 too" in guard.decision.reason
+    decision = tuned(trainer(), module, dataset, budget="1GiB").decision
+    assert decision.outcome == "kept"
+    assert "`loss_of.batch_size` is 10 too" in decision.reason

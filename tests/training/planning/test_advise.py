@@ -603,12 +603,14 @@ def test_the_figures_of_a_refusal_and_of_its_remedies_add_up(refused: DoesNotFit
         assert each.footprint.most_device_bytes + each.saved_bytes == refused.needed_bytes
 
 
-def test_advising_that_fails_does_not_hide_the_error(taped: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_advising_that_fails_does_not_hide_the_error(tuned: Any, taped: None, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise ZeroDivisionError
 
     monkeypatch.setattr(advise_module, "try_remedies", fail)
-    error = refusal_of(20 * KIB)
+    with pytest.raises(DoesNotFitError) as refused:
+        tuned(quiet_trainer(), Wide(), TensorDataset(torch.randn(64, 128), torch.zeros(64)), budget=20 * KIB)
+    error = refused.value
     assert error.advice == ()
     assert "The largest part is " in str(error)
     assert "What would make it fit" not in str(error)

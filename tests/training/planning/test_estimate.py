@@ -427,6 +427,7 @@ def test_model_batch_and_random_state_stay_as_they_were(pl, step, precision):
     assert (module.batch_size, module._trainer) == (16, None)
 
 
+@pytest.mark.usefixtures("taped")
 def test_nothing_is_said_meanwhile(pl, caplog):
     """A Trainer is made to read settings from; its banner about GPUs would be about none that is used."""
     with caplog.at_level("INFO"):

@@ -8,17 +8,12 @@ from pytorch_lightning.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import nn
 
 from lightning_memguard.core.decision.decision import Limits
-from lightning_memguard.training.adapter.program import LightningProgram
 from lightning_memguard.training.planning import layouts
 from lightning_memguard.training.planning.layouts import Fit, Way, fitting_layouts, shardings_for
 from lightning_memguard.training.planning.subject import Subject, subject_of
 from tests.training.planning.test_on_ranks import INSTALLED, Deep
 
-
-@pytest.fixture(autouse=True)
-def _not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The parts of these modules are there before they train: a copy has no others."""
-    monkeypatch.setattr(LightningProgram, "inspect", lambda program, examine: examine(program.module, "self"))
+pytestmark = pytest.mark.usefixtures("not_copied")
 
 
 class Blocky(Deep):

@@ -65,7 +65,7 @@ def test_what_is_offered_is_what_a_prediction_of_it_says(tight: Ways) -> None:
     assert way.footprint.step_seconds == expected.step_seconds
 
 
-def test_a_device_for_which_nothing_fits_is_named(taped: None) -> None:
+def test_a_device_for_which_nothing_fits_is_named(taped: None, not_copied: None) -> None:
     with pytest.raises(MemGuardError, match="divides 7 samples"):
         find_ways(subject(), 7, ["T4"], Limits(multiple_of=2))
     found = find_ways(subject(), 8, ["T4"], Limits(budget_bytes=100 * MIB))
@@ -79,7 +79,9 @@ def test_a_step_that_cannot_run_is_an_error() -> None:
         find_ways(subject_of(torch.nn.Linear(4, 3), torch.zeros(8, 4), training=False), 8, ["T4"])
 
 
-def test_several_devices_train_by_each_strategy_of_theirs(taped: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_devices_train_by_each_strategy_of_theirs(
+    taped: None, not_copied: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(ways_module, "shardings_for", lambda *asked: [*shardings_for(*asked)][::2][:2])
     settings = {"strategy": "fsdp", "devices": 2}
     found = find_ways(

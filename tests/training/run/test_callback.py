@@ -389,15 +389,15 @@ def test_settings_out_of_range(settings: dict[str, Any], message: str) -> None:
         MemGuard(**settings)
 
 
-def test_a_budget_beyond_the_device_is_warned_of(trainer: Any, dataset: TensorDataset) -> None:
+def test_a_budget_beyond_the_device_is_warned_of(begun: Any, dataset: TensorDataset) -> None:
     with pytest.warns(UserWarning, match="TiB"):
-        trainer(MemGuard("check", budget="900TiB")).fit(Sized(), train_dataloaders=DataLoader(dataset, batch_size=50))
+        begun(Sized(), DataLoader(dataset, batch_size=50), mode="check", budget="900TiB")
 
 
-def test_an_empty_dataset(trainer: Any) -> None:
+def test_an_empty_dataset(begun: Any) -> None:
     empty = TensorDataset(torch.zeros(0, 16), torch.zeros(0, dtype=torch.long))
     with pytest.warns(UserWarning, match="is empty: there is no sample"):
-        trainer(MemGuard()).fit(Sized(), train_dataloaders=DataLoader(empty, batch_size=4))
+        begun(Sized(), DataLoader(empty, batch_size=4))
 
 
 def test_a_batch_without_tensors(trainer: Any) -> None:
@@ -463,7 +463,7 @@ def test_a_loss_that_is_not_a_number(trainer: Any, dataset: TensorDataset) -> No
     ids=["memory is the limit", "an effective size below it", "plenty of memory", "check"],
 )
 def test_freed_memory_is_returned_only_where_what_is_kept_could_pass_the_budget(
-    trainer: Any,
+    begun: Any,
     small: Any,
     dataset: TensorDataset,
     monkeypatch: pytest.MonkeyPatch,
@@ -478,7 +478,9 @@ def test_freed_memory_is_returned_only_where_what_is_kept_could_pass_the_budget(
         return lambda: calls.append("off")
 
     monkeypatch.setattr("lightning_memguard.training.run.guarded_run.return_freed_memory", turn_on)
-    trainer(MemGuard(**{"batch_size": "largest", **settings})).fit(small(), DataLoader(dataset, batch_size=4))
+    run = begun(small(), DataLoader(dataset, batch_size=4), **{"batch_size": "largest", **settings})
+    assert calls == (["on"] if returned else [])
+    run.close()
     assert calls == (["on", "off"] if returned else [])
 
 

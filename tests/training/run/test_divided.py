@@ -140,15 +140,17 @@ def test_gradients_that_cannot_be_captured_count_on_top(fit: Fit, monkeypatch: p
     assert guard.records[-1].measured.peak_bytes <= guard.records[-1].predicted.highest.device_bytes
 
 
-def test_what_is_said(fit: Fit) -> None:
-    guard = MemGuard(budget=1300 * KIB)
-    fit(guard, kind="batch norm")
-    size, pieces = decided(guard).batch_size, decided(guard).pieces
+def test_what_is_said(trainer: Any, tuned: Any, data: TensorDataset) -> None:
+    def decided(size: int, kind: str = "") -> Decision:
+        settings = {"batch_size": "auto", "budget": 300 * KIB}
+        return tuned(trainer(), Deep(kind), DataLoader(data, size), **settings).decision
+
+    decision = decided(600, "batch norm")
+    size, pieces = decision.batch_size, decision.pieces
     words = f"gradients of {pieces} batches make a step, 600 samples as before"
-    assert decided(guard).reason == f"batch size {size} (was 600, which does not fit): {words}."
-    assert f"batch norm sees {size} samples at a time instead of 600" in decided(guard).notes
-    fit(guard, size=601)
-    assert decided(guard).reason.endswith("samples instead of 601.")
+    assert decision.reason == f"batch size {size} (was 600, which does not fit): {words}."
+    assert f"batch norm sees {size} samples at a time instead of 600" in decision.notes
+    assert decided(601).reason.endswith("samples instead of 601.")
 
 
 @pytest.mark.captures

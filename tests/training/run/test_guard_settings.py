@@ -137,13 +137,11 @@ def test_anomaly_detection_is_predicted(wide: Any, wide_data: Any, as_measured: 
     as_measured(fit(wide, wide_data), detect_anomaly=True, accumulate_grad_batches=2)
 
 
-def test_a_schedule_of_accumulation_leaves_no_effective_batch_size_to_keep(
-    trainer: Any, dataset: TensorDataset
-) -> None:
+def test_a_schedule_of_accumulation_leaves_no_effective_batch_size_to_keep(trainer: Any) -> None:
     scheduler = pl.callbacks.GradientAccumulationScheduler({0: 1, 1: 4})
-    run = trainer(MemGuard(max_batch_size=10, keep_effective_batch_size=40), scheduler)
+    guard = MemGuard(max_batch_size=10, keep_effective_batch_size=40)
     with pytest.raises(MemGuardError, match="keep_effective_batch_size=40 and a GradientAccumulationScheduler"):
-        run.fit(Counted(), DataLoader(dataset, batch_size=4))
+        guard.setup(trainer(guard, scheduler), Counted(), "fit")
 
 
 # -- what does not: the training goes on as it would

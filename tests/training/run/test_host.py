@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_memguard import MemGuard
 from lightning_memguard.core.decision.decision import Budget
 from lightning_memguard.core.device.host import MemoryInfo
-from lightning_memguard.report.decision_table import setup_text
+from lightning_memguard.report.decision_table import setup_text, warning_of
 from lightning_memguard.training.data import workers
 from lightning_memguard.training.run import reading
 from lightning_memguard.units import GIB, MIB
@@ -100,15 +101,15 @@ def test_one_rank_of_a_host_saves_for_all(
     assert decision.host.most_bytes == decision.host.parts["checkpoint"] // 4
 
 
-def test_a_host_that_is_too_small_is_a_warning_and_no_refusal(host: Any, tmp_path: Path) -> None:
+def test_a_host_that_is_too_small_is_a_warning_and_no_refusal(
+    host: Any, tuned: Any, trainer: Any, tmp_path: Path
+) -> None:
     host(MIB)
-    with pytest.warns(UserWarning, match=r"does NOT fit the host.*checkpoint .* usable there.*save_weights_only=True"):
-        guard = fitted(
-            MemGuard(batch_size="largest", min_steps_per_epoch=None, budget="1GiB"),
-            ModelCheckpoint(tmp_path),
-            num_workers=1,
-        )
-    assert (guard.decision.batch_size, guard.decision.fits) == (2, False)
+    run, data = trainer(ModelCheckpoint(tmp_path), enable_checkpointing=True), TensorDataset(torch.zeros(20, FEATURES))
+    decision = tuned(run, Net(), DataLoader(data, 2, num_workers=1), budget="1GiB").decision
+    words = r"does NOT fit the host.*checkpoint .* usable there.*save_weights_only=True"
+    assert re.search(words, warning_of(decision))
+    assert (decision.batch_size, decision.fits) == (2, False)
 
 
 def test_on_the_cpu_one_budget_holds_all(tmp_path: Path) -> None:

@@ -85,12 +85,13 @@ def first(tuned: Any, trainer: Any) -> Callable[..., Tuning]:
     )
 
 
-def test_the_size_is_in_the_checkpoint_and_loads_without_any_code(trainer: Any, tmp_path: Path) -> None:
-    guard = MemGuard(batch_size="largest", budget=SMALL)
-    run, _ = fit(trainer, guard)
-    run.save_checkpoint(tmp_path / "a.ckpt")
+def test_the_size_is_in_the_checkpoint_and_loads_without_any_code(begun: Any, tmp_path: Path) -> None:
+    guard, module, checkpoint = MemGuard(), Sized(), {}
+    guard._last_fit = run = begun(module, module.train_dataloader(), batch_size="largest", budget=SMALL)
+    guard.on_save_checkpoint(run.trainer, module, checkpoint)
+    torch.save(checkpoint, tmp_path / "a.ckpt")
     saved = torch.load(tmp_path / "a.ckpt", weights_only=True)[resume.KEY]
-    assert saved["batch_size"] == guard.decision.batch_size > 4
+    assert saved["batch_size"] == run.decision.batch_size > 4
 
 
 @pytest.mark.parametrize("steps", [3, 11], ids=["in the first epoch", "in the second"])
@@ -171,13 +172,14 @@ def test_accumulation_goes_on_with_the_size(first: Any, resumed: Any) -> None:
     assert decision.accumulate_grad_batches == before.decision.accumulate_grad_batches > 1
 
 
-def test_a_resume_under_a_guard_that_only_checks_changes_nothing(trainer: Any, tmp_path: Path) -> None:
-    run, _ = fit(trainer, MemGuard(batch_size="largest", budget=SMALL))
-    run.save_checkpoint(tmp_path / "a.ckpt")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        _, module = fit(trainer, MemGuard(mode="check"), ckpt_path=tmp_path / "a.ckpt", max_epochs=3)
-    assert set(module.sizes) == {4}
+def test_a_resume_under_a_guard_that_only_checks_changes_nothing(begun: Any, first: Any) -> None:
+    module, saved = Sized(), resume.saved_state(first(budget=SMALL))
+    run = begun(module, module.train_dataloader(), mode="check")
+    before = run.tuning
+    run.load({resume.KEY: saved})
+    assert saved["batch_size"] > 4
+    assert run.tuning is before
+    assert (run.decision.batch_size, module.batch_size) == (4, 4)
 
 
 class WithTest(Sized):
