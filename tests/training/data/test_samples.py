@@ -610,8 +610,14 @@ def announced(trainer: Any, lengths: tuple[int, ...], **settings: Any) -> tuple[
     return [str(each.message) for each in caught if "larger than the" in str(each.message)], module
 
 
-def test_a_larger_batch_is_reported_once_and_again_only_when_a_tenth_larger(trainer: Any) -> None:
-    said, _ = announced(trainer, (10, 30, 30, 32, 33, 34, 20, 50))
+def test_a_larger_batch_is_reported_once_and_again_only_when_a_tenth_larger(
+    begun: Any, played: Any, recwarn: pytest.WarningsRecorder
+) -> None:
+    played(lambda trace: trace.plus({"activations": 100 * trace.batch[1]}))
+    run = begun(Tagger(), DataLoader(of_lengths(*[10] * 8), batch_size=1), mode="check")
+    for batch_idx, length in enumerate((10, 30, 30, 32, 33, 34, 20, 50)):
+        run.check_batch("train", torch.ones(1, length, dtype=torch.long), batch_idx, 8)
+    said = [str(each.message) for each in recwarn if "larger than the" in str(each.message)]
     assert [text.split(" larger")[0] for text in said] == [
         "MemGuard: Training batch 1 has [1, 30],",
         "MemGuard: Training batch 5 has [1, 34],",

@@ -110,16 +110,19 @@ def test_it_is_announced_again_only_for_one_that_is_larger_by_a_tenth(begun: Beg
     assert "[100, 48]" in second
 
 
-def test_batches_within_the_prediction_are_passed_over(begun: Begun) -> None:
+def test_batches_within_the_prediction_are_passed_over(begun: Begun, played: Any) -> None:
+    played(lambda trace: trace.plus({"activations": 100 * trace.batch[1]}))
     assert warnings_of(begun, Growing([3] * 150), budget="64MiB") == []
 
 
-def test_a_smaller_last_batch_is_not_announced(trainer: Any, dataset: TensorDataset, small: Any) -> None:
-    guard = MemGuard(batch_size="largest", max_batch_size=30)
+def test_a_smaller_last_batch_is_not_announced(begun: Begun, played: Any, dataset: TensorDataset, small: Any) -> None:
+    played(lambda trace: trace.plus({"activations": 100 * trace.batch[1]}))
+    loader = DataLoader(dataset, batch_size=30)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        warnings.filterwarnings("ignore", message=".*(does not have many workers|val_dataloader).*")
-        trainer(guard).fit(small(), DataLoader(dataset, batch_size=30))
+        run = begun(small(), loader, batch_size="largest", max_batch_size=30)
+        for batch_idx, batch in enumerate(loader):
+            run.check_batch("train", batch, batch_idx, len(loader))
 
 
 # -- out of memory
@@ -190,17 +193,13 @@ def test_other_errors_are_left_as_they_are(begun: Begun) -> None:
     assert fails(begun, wrong) == ""
 
 
-@notes_there
-def test_where_the_run_was_not_tuned_the_note_says_that_there_was_no_prediction(trainer: Any, small: Any) -> None:
-    def step(self: Any, batch: Any, batch_idx: int) -> None:
-        on_a_gpu()
-
-    module = small()
-    module.training_step = step.__get__(module)
+def test_where_the_run_was_not_tuned_the_note_says_that_there_was_no_prediction(begun: Begun, small: Any) -> None:
     once = iter([(torch.zeros(4, 16), torch.zeros(4, dtype=torch.long))] * 4)
-    with pytest.warns(UserWarning, match="MemGuard"), pytest.raises(torch.OutOfMemoryError) as caught:
-        trainer(MemGuard(batch_size="largest")).fit(module, once)
-    assert caught.value.__notes__[0].startswith("MemGuard made no prediction: ")
+    with pytest.warns(UserWarning, match="MemGuard"):
+        run = begun(small(), once, batch_size="largest")
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        on_a_gpu()
+    assert run.note_on(caught.value).startswith("MemGuard made no prediction: ")
 
 
 class Keeping(Tokens):

@@ -228,8 +228,8 @@ def test_a_fit_that_fits_takes_two_lines(
     assert sum(len(text.splitlines()) for text in said) >= lines if lines > 2 else len(said) == lines
 
 
-def test_a_guard_is_shown_in_one_line(trainer: Any, small: Any, dataset: TensorDataset) -> None:
+def test_a_guard_is_shown_in_one_line(begun: Any, small: Any, dataset: TensorDataset) -> None:
     guard = MemGuard("check", budget="1GiB", min_steps_per_epoch=50)
     assert repr(guard) == "MemGuard(mode='check', budget='1GiB')"
-    trainer(guard).fit(small(), DataLoader(dataset, batch_size=10))
+    guard._last_run = begun(small(), DataLoader(dataset, batch_size=10), mode="check", budget="1GiB")
     assert repr(guard) == f"MemGuard(mode='check', budget='1GiB'): {guard.decision.reason}"

@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from lightning_memguard import Decision, MemGuard
+from lightning_memguard import Decision
 from lightning_memguard.training.data import samples
+from lightning_memguard.training.run import resume
 from lightning_memguard.units import share_of
 from tests.long import long_but
 
@@ -178,10 +179,8 @@ def test_a_stream_without_an_end_keeps_its_samples(decided: Any) -> None:
     assert "with larger batches, an epoch would have more samples" in found.reason
 
 
-def test_a_run_goes_on_at_the_size_of_its_checkpoint(trainer: Any, small: Any, tmp_path: Any) -> None:
-    first = trainer(MemGuard(batch_size="largest"), max_epochs=1)
-    first.fit(small(), DataLoader(data(100), 4))
-    first.save_checkpoint(tmp_path / "last.ckpt")
-    guard = MemGuard(batch_size="largest", min_steps_per_epoch=50)
-    trainer(guard, max_epochs=2).fit(small(), DataLoader(data(100), 4), ckpt_path=tmp_path / "last.ckpt")
-    assert (guard.decision.batch_size, guard.decision.limited_by) == (100, "checkpoint")
+def test_a_run_goes_on_at_the_size_of_its_checkpoint(begun: Any, small: Any) -> None:
+    run = begun(small(), DataLoader(data(100), 4), batch_size="largest", min_steps_per_epoch=50)
+    assert (run.decision.batch_size, run.decision.limited_by) == (4, "min_steps_per_epoch")
+    run.load({resume.KEY: {"batch_size": 100, "accumulate_grad_batches": 1, "ranks": 1}})
+    assert (run.decision.batch_size, run.decision.limited_by) == (100, "checkpoint")

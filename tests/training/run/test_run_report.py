@@ -226,16 +226,10 @@ def test_the_predicted_step_is_written_when_the_run_starts_or_afterwards(
     assert lines == {"conftest.py"}, "where `Small` is written"
 
 
-def test_where_the_run_was_not_tuned_there_is_no_step_to_write(
-    trainer: Any, small: Any, dataset: TensorDataset, tmp_path: Path
-) -> None:
-    class Texts(small):  # type: ignore[misc]
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return super().training_step((torch.ones(2, 16), torch.zeros(2, dtype=torch.long)), batch_idx)
-
+def test_where_the_run_was_not_tuned_there_is_no_step_to_write(begun: Any, small: Any, tmp_path: Path) -> None:
     guard = MemGuard("check")
     with pytest.warns(UserWarning, match="did not tune this run"):
-        trainer(guard).fit(Texts(), DataLoader(["some", "text"], batch_size=2))  # type: ignore[arg-type]
+        guard._last_run = begun(small(), DataLoader(["some", "text"], batch_size=2), mode="check")  # type: ignore[arg-type]
     with pytest.raises(MemGuardError, match=r"no predicted step to write: .*no tensor"):
         guard.save_snapshot(tmp_path / "step.pickle")
 
@@ -277,14 +271,14 @@ def test_a_footprint_without_events_says_where_there_are_some(tmp_path: Path) ->
         Footprint(8, "cpu", 1, 1, 1).save_snapshot(tmp_path / "step.pickle")
 
 
-@pytest.mark.usefixtures("at_own_size")
 def test_the_predicted_step_is_compared_with_the_actual_one(
-    trainer: Any, small: Any, loader: DataLoader[Any], tmp_path: Path
+    begun: Any, small: Any, loader: DataLoader[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    guard = MemGuard("check")
-    path = guard.save_snapshot(tmp_path / "step.pickle")
+    monkeypatch.setattr(guarded_run.GuardedRun, "_show", lambda *_: None)
+    guard, path = MemGuard("check"), tmp_path / "step.pickle"
     with pytest.raises(MemGuardError, match=r"call guard\.save_snapshot\(.*step\.pickle'\) before a fit on CUDA"):
         guard.compare(path)
-    trainer(guard).fit(small(), loader)
+    guard._last_run = begun(small(), loader, mode="check")
+    guard.save_snapshot(path)
     shutil.copy(path, tmp_path / "step_actual.pickle")  # as a fit on CUDA would
     assert "No allocation of the step differs." in guard.compare(path)
