@@ -613,7 +613,7 @@ def announced(trainer: Any, lengths: tuple[int, ...], **settings: Any) -> tuple[
 def test_a_larger_batch_is_reported_once_and_again_only_when_a_tenth_larger(
     begun: Any, played: Any, recwarn: pytest.WarningsRecorder
 ) -> None:
-    played(lambda trace: trace.plus({"activations": 100 * trace.batch[1]}))
+    played(lambda trace: trace.plus({"activations": 10_000 * trace.batch[1]}))
     run = begun(Tagger(), DataLoader(of_lengths(*[10] * 8), batch_size=1), mode="check")
     for batch_idx, length in enumerate((10, 30, 30, 32, 33, 34, 20, 50)):
         run.check_batch("train", torch.ones(1, length, dtype=torch.long), batch_idx, 8)

@@ -111,12 +111,12 @@ def test_it_is_announced_again_only_for_one_that_is_larger_by_a_tenth(begun: Beg
 
 
 def test_batches_within_the_prediction_are_passed_over(begun: Begun, played: Any) -> None:
-    played(lambda trace: trace.plus({"activations": 100 * trace.batch[1]}))
+    played(lambda trace: trace.plus({"activations": 10_000 * trace.batch[1]}))
     assert warnings_of(begun, Growing([3] * 150), budget="64MiB") == []
 
 
 def test_a_smaller_last_batch_is_not_announced(begun: Begun, played: Any, dataset: TensorDataset, small: Any) -> None:
-    played(lambda trace: trace.plus({"activations": 100 * trace.batch[1]}))
+    played(lambda trace: trace.plus({"activations": 10_000 * trace.batch[1]}))
     loader = DataLoader(dataset, batch_size=30)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
