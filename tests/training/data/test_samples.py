@@ -600,41 +600,49 @@ class Begin(pl.Callback):
         self.data.trains = True
 
 
-def announced(trainer: Any, lengths: tuple[int, ...], **settings: Any) -> tuple[list[str], Tagger]:
+def trained(trainer: Any, *lengths: int) -> tuple[int, Tagger]:
+    """How many batches were announced in a training, and the module."""
     data, module = Later(*lengths), Tagger()
-    loader = DataLoader(data, batch_size=1)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         pl.seed_everything(1)
-        trainer(MemGuard("check", **settings), Begin(data)).fit(module, loader)
-    return [str(each.message) for each in caught if "larger than the" in str(each.message)], module
+        trainer(MemGuard("check"), Begin(data)).fit(module, DataLoader(data, batch_size=1))
+    return sum("larger than the" in str(each.message) for each in caught), module
 
 
-def test_a_larger_batch_is_reported_once_and_again_only_when_a_tenth_larger(
-    begun: Any, played: Any, recwarn: pytest.WarningsRecorder
-) -> None:
-    played(lambda trace: trace.plus({"activations": 10_000 * trace.batch[1]}))
-    run = begun(Tagger(), DataLoader(of_lengths(*[10] * 8), batch_size=1), mode="check")
-    for batch_idx, length in enumerate((10, 30, 30, 32, 33, 34, 20, 50)):
-        run.check_batch("train", torch.ones(1, length, dtype=torch.long), batch_idx, 8)
-    said = [str(each.message) for each in recwarn if "larger than the" in str(each.message)]
-    assert [text.split(" larger")[0] for text in said] == [
+@pytest.fixture
+def said(begun: Any, played: Any, recwarn: pytest.WarningsRecorder) -> Callable[..., list[str]]:
+    """What is announced of texts of these lengths, of a step that follows their bytes."""
+
+    def announce(*lengths: int, **settings: Any) -> list[str]:
+        played(lambda trace: trace.plus({"activations": 10_000 * trace.batch[1]}))
+        run = begun(Tagger(), DataLoader(of_lengths(*[10] * 8), batch_size=1), mode="check", **settings)
+        for batch_idx, length in enumerate(lengths):
+            run.check_batch("train", torch.ones(1, length, dtype=torch.long), batch_idx, len(lengths))
+        return [str(each.message) for each in recwarn if "larger than the" in str(each.message)]
+
+    return announce
+
+
+def test_a_larger_batch_is_reported_once_and_again_only_when_a_tenth_larger(said: Any) -> None:
+    found = said(10, 30, 30, 32, 33, 34, 20, 50)
+    assert [text.split(" larger")[0] for text in found] == [
         "MemGuard: Training batch 1 has [1, 30],",
         "MemGuard: Training batch 5 has [1, 34],",
         "MemGuard: Training batch 7 has [1, 50],",
     ]
-    assert "larger than the [1, 10] of the prediction. It is predicted to need " in said[0]
-    assert said[0].endswith("It fits.")
+    assert "larger than the [1, 10] of the prediction. It is predicted to need " in found[0]
+    assert found[0].endswith("It fits.")
 
 
-def test_a_larger_batch_that_may_not_fit(trainer: Any) -> None:
-    said, _ = announced(trainer, (10, 400), budget=20 * 1024)
-    assert len(said) == 1
-    assert said[0].endswith("It may run out of memory: lower the batch size or truncate long samples.")
+def test_a_larger_batch_that_may_not_fit(said: Any) -> None:
+    (text,) = said(10, 400, budget="2MiB")
+    assert text.endswith("It may run out of memory: lower the batch size or truncate long samples.")
 
 
 def test_a_warning_moves_no_random_state(trainer: Any) -> None:
-    _, loud = announced(trainer, (10, 30, 90, 300))
+    count, loud = trained(trainer, 10, 30, 90, 300)
+    assert count == 3
     module = Tagger()
     pl.seed_everything(1)
     trainer().fit(module, DataLoader(Later(10, 30, 90, 300), batch_size=1))
@@ -646,7 +654,7 @@ def test_a_warning_that_fails_leaves_the_training_alone(trainer: Any, monkeypatc
         raise RuntimeError("no prediction today")
 
     monkeypatch.setattr("lightning_memguard.training.run.batch_monitor.predict", broken)
-    _, module = announced(trainer, (10, 30, 90))
+    _, module = trained(trainer, 10, 30, 90)
     assert len(module.randoms) == 3
 
 
