@@ -68,11 +68,7 @@ def _loader_classes_stay() -> Iterator[None]:
 
 # Tests about children, or that tell copies in children from the original: folders, files, and tests of other files.
 IN_CHILDREN = {
-    *(
-        "test_nothing_moves.py",
-        "test_nothing_touched.py",
-    ),
-    *("test_layouts_of_ranks.py"),
+    *("test_layouts_of_ranks.py", "test_nothing_moves.py", "test_nothing_touched.py"),
     "test_a_plain_loader_is_trained_at_the_chosen_size",
     "test_a_run_that_passes_its_budget_warns_after_two_batches_with_the_size_that_would_not_have",
     "test_a_short_run_is_predicted_at_its_own_size_with_what_was_left_out",
