@@ -287,10 +287,13 @@ def played(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Trace], Trace
 
 
 @pytest.fixture
-def as_measured(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Decision]:
+def as_measured(
+    request: pytest.FixtureRequest, trainer: Any, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Decision]:
     """A run is predicted; then it runs unguarded, and PyTorch's profiler sees the same peak within 0.1 %.
 
-    ``run`` takes a Trainer; ``callbacks`` and ``plugins`` are made for each of the two.
+    ``run`` takes a Trainer; ``callbacks`` and ``plugins`` are made for each of the two. Long tests capture other sizes
+    too, from which the step must follow.
     """
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
     truth = importlib.import_module("shared.truth")
@@ -308,7 +311,8 @@ def as_measured(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
 
         guard = MemGuard("check")
         with pytest.MonkeyPatch.context() as patches:
-            patches.setattr(Surveyor, "survey", _survey_at_own_size)
+            if not request.node.get_closest_marker("long"):
+                patches.setattr(Surveyor, "survey", _survey_at_own_size)
             run(made(guard))
         decision = guard.decision
         assert decision is not None
