@@ -13,6 +13,7 @@ import os
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from time import monotonic, process_time
 from typing import Any, TypeVar, cast
 
@@ -25,6 +26,7 @@ from lightning_memguard.core.capture.leftovers import without_collections
 from lightning_memguard.core.capture.program import FewLayers, Program, device_to_run_on
 from lightning_memguard.core.capture.recorder import Recorder
 from lightning_memguard.core.capture.storages import line_behind
+from lightning_memguard.core.device.host import host_memory
 from lightning_memguard.core.device.out_of_memory import causes_of, ran_out_of_memory
 from lightning_memguard.core.foreign import reason_of
 from lightning_memguard.core.isolation.pool import Children, StoppedError, in_child, is_forked, tell
@@ -60,6 +62,7 @@ class Variant:
         answers: what the step reads of its tensors' values, if it runs compiled.
         saving: the share of what compiled graphs would save for the backward pass that they may; None: as set.
         any_shape: whether it is compiled for batches of any shape, as once others have come.
+        room_bytes: of all tensors together, past which each request raises; None: only what no device could grant does.
     """
 
     number: int = 0
@@ -68,6 +71,7 @@ class Variant:
     answers: Answers = ()
     saving: float | None = None
     any_shape: bool = False
+    room_bytes: int | None = None
 
 
 FIRST = Variant()
@@ -417,21 +421,51 @@ def _of_few_layers(program: Program, few: FewLayers, batch_size: int) -> Trace:
 
 
 def _recorded(
-    program: Program, batch_size: int, method: Method, variant: Variant, due: Due | None = None, run: int = 1
+    program: Program, batch_size: int, method: Method, variant: Variant, due: Due | None = None
 ) -> tuple[Trace, Counters]:
-    """Record a step, and further ones if counters are due to be moved; a scripted step, in a second run."""
-    kernel_target = program.gpu.kernel_target if program.gpu else None
-    where = device_to_run_on(program, fake=method != "real")
-    worst_case, started = method in ("worst-case", "sampled"), process_time()
+    """Record a step, and further ones if counters are due to be moved; a scripted step, in a second run.
+
+    A request for more than the device has raises, as there; a step that does not catch it is recorded as if it did not.
+    """
+    run = partial(_run, program, batch_size, method, variant)
+    recorder = _new_recorder(program, method, variant, due)
+    try:
+        trace = run(recorder)
+    except Exception:
+        if not recorder.refused or variant.room_bytes is not None:
+            raise
+        recorder = _new_recorder(program, method, variant, due, refuses=False)
+        trace = run(recorder)
+    if recorder.scripted and trace.method != "cut":
+        recorder = _new_recorder(program, method, variant, due, refuses=not math.isinf(recorder.device_bytes))
+        trace = run(recorder)
+    return trace, recorder.counters
+
+
+def _new_recorder(
+    program: Program, method: Method, variant: Variant, due: Due | None, *, refuses: bool = True
+) -> Recorder:
+    where, gpu = device_to_run_on(program, fake=method != "real").type, program.gpu
     recorder = Recorder(
-        where.type,
-        worst_case=worst_case,
-        kernel_target=kernel_target,
+        where,
+        worst_case=method in ("worst-case", "sampled"),
+        kernel_target=gpu.kernel_target if gpu else None,
         compiled=method == "compiled",
         shares=variant.shares,
         due=due,
         answers=variant.answers,
     )
+    if refuses and where == "cpu":
+        recorder.device_bytes = host_memory().total_bytes
+    elif refuses and gpu:
+        recorder.device_bytes = gpu.memory_bytes
+    recorder.room_bytes = math.inf if variant.room_bytes is None else variant.room_bytes
+    return recorder
+
+
+def _run(program: Program, batch_size: int, method: Method, variant: Variant, recorder: Recorder) -> Trace:
+    """Run a step under a recorder."""
+    started = process_time()
     if method == "states":
         program.run_states(recorder)
     else:
@@ -444,14 +478,14 @@ def _recorded(
                     program.of_draw(variant.number, epoch).run(recorder, batch_size, fake=method != "real")
             except StoppedError:
                 recorder.keep_activations()
-                return recorder.trace(batch_size, "cut"), recorder.counters
-        if recorder.scripted and run == 1:
-            return _recorded(program, batch_size, method, variant, due, 2)
+                return recorder.trace(batch_size, "cut")
+    recorder.note_refused()
     trace = replace(recorder.trace(batch_size, method), seconds=process_time() - started)
-    if where.type != program.device.type:
-        note = f"the step ran on the {where.type.upper()}, whose kernels may keep other tensors than the GPU's"
+    if recorder.device_type != program.device.type:
+        where = recorder.device_type.upper()
+        note = f"the step ran on the {where}, whose kernels may keep other tensors than the GPU's"
         trace = _with_note(replace(trace, device=program.device.type), note)
-    return trace, recorder.counters
+    return trace
 
 
 @contextlib.contextmanager

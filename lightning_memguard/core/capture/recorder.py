@@ -68,9 +68,10 @@ from lightning_memguard.core.torch_port import (
 )
 from lightning_memguard.core.trace.kept import Kept
 from lightning_memguard.core.trace.scratch import CudaTarget
-from lightning_memguard.core.trace.trace import WORTH_A_NOTE, Answers, Event, Method, Shares, Trace
+from lightning_memguard.core.trace.trace import WORTH_A_NOTE, Answers, Event, Method, Note, Shares, Trace
 from lightning_memguard.core.trace.work import COMMUNICATION, RANDOM, SPECIAL, TRANSFER, Work
 from lightning_memguard.errors import CannotTraceError, MemGuardError
+from lightning_memguard.units import format_bytes
 
 _device_of = torch.ops.prim.device.default
 _ADD, _ADD_ = aten.add.Tensor, aten.add_.Tensor
@@ -231,6 +232,12 @@ class Recorder(Storages, TorchDispatchMode):
     def assume(self, note: str) -> None:
         """Note an assumption, once."""
         self.assumptions[note] = None
+
+    def note_refused(self) -> None:
+        """Note requests that no device could grant, and that the step went on from."""
+        for line, nbytes in self.refused.items():
+            where = line.rpartition(":")[0]
+            self.assume(Note("refused", f"a request for {format_bytes(nbytes)} raises, and the step goes on: {where}"))
 
     def note_check(self) -> None:
         """Note that a check of values is assumed to find nothing wrong, if it is the user's own."""

@@ -7,6 +7,7 @@ modules set the module, and the stack or the graph of the forward pass tells the
 from __future__ import annotations
 
 import functools
+import math
 import sys
 import traceback
 import weakref
@@ -21,6 +22,7 @@ from torch.nn.parameter import is_lazy
 
 from lightning_memguard.core import torch_port as port
 from lightning_memguard.core.batch.nesting import batch_bytes, shapes_of, tensors_in
+from lightning_memguard.core.device.out_of_memory import refusal_of
 from lightning_memguard.core.foreign import patched
 from lightning_memguard.core.kernels.arguments import operands
 from lightning_memguard.core.objects import is_installed, is_users_line, module_of
@@ -67,6 +69,9 @@ class Storages:
         self._held_at = self._asked_until = 0
         self._batch: tuple[Shapes, int] | None = None
         self._batches: list[set[int]] = []  # the blocks of each batch
+        self.device_bytes: float = math.inf  # a request for more raises, as it does on the device
+        self.room_bytes: float = math.inf  # so does one for more than is left of these
+        self.refused: dict[str, int] = {}  # bytes of requests that have raised, by line
 
     # -- called by the code that runs the step
 
@@ -234,7 +239,23 @@ class Storages:
             self._forget(port.storage_id(storage), block)  # resized in place: a new allocation behind the same object
         if not nbytes:
             return None
+        if operator and (nbytes > self.device_bytes or nbytes > self.room_bytes - self.alive_bytes):
+            self._refuse(nbytes)
         return self._hold(storage, self.take(nbytes + kept_bytes, operator), nbytes)
+
+    def _refuse(self, nbytes: int) -> None:
+        """Raise what a request raises on the device, if it does.
+
+        Raises:
+            RuntimeError: as on the device, which lacks the memory whatever else is in it.
+        """
+        error = refusal_of(nbytes, self.device_type, int(min(self.device_bytes, self.room_bytes)))
+        if error is not None:
+            self.refused[self.line()] = nbytes
+            try:
+                raise error
+            finally:
+                del error  # whose traceback holds this frame, and with it the step's tensors
 
     def _hold(self, storage: torch.UntypedStorage, block: int, nbytes: int) -> int:
         address = port.storage_id(storage)

@@ -51,9 +51,10 @@ Shares = tuple[tuple[tuple[str, str], tuple[Share, ...]], ...]
 Answers = tuple[tuple[str, tuple[float, ...]], ...]
 """Values that a run read from its tensors (`.item()`, `if tensor:`), by line, in order."""
 
-NoteKind = Literal["uncompiled", "largest result", "values later", "no validation"]
+NoteKind = Literal["uncompiled", "largest result", "values later", "no validation", "refused"]
 """Which assumption it is, where code asks: the step calls torch.compile and is predicted as written; an operator was
-given its largest result; a later step was not captured, as it needs values; validation is not in the prediction."""
+given its largest result; a later step was not captured, as it needs values; validation is not in the prediction; the
+device refuses a request of the step, which catches the error."""
 
 
 class Note(str):

@@ -22,9 +22,17 @@ from lightning_memguard.core.batch.batches import Batches, batches_from_one
 from lightning_memguard.core.capture import capture as capturing
 from lightning_memguard.core.capture import predict as predicting
 from lightning_memguard.core.capture import recorder
-from lightning_memguard.core.capture.capture import FIRST, Captures, OutOfTimeError, capture_here
+from lightning_memguard.core.capture.capture import (
+    FIRST,
+    CaptureFailedError,
+    Captures,
+    OutOfTimeError,
+    Variant,
+    capture_here,
+)
 from lightning_memguard.core.capture.predict import Prediction, StepFailsError, capture, predict
 from lightning_memguard.core.capture.program import LoopProgram
+from lightning_memguard.core.device.out_of_memory import ran_out_of_memory
 from lightning_memguard.core.isolation import pool
 from lightning_memguard.core.isolation.pool import StoppedError
 from lightning_memguard.core.range import Range
@@ -32,6 +40,7 @@ from lightning_memguard.core.replay.footprint import footprint
 from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.core.trace.trace import WORTH_A_NOTE, Trace
 from lightning_memguard.errors import CannotTraceError, MemGuardError
+from lightning_memguard.units import KIB
 from tests.long import long_but
 
 pytestmark = pytest.mark.usefixtures("here")
@@ -470,6 +479,58 @@ def test_a_step_for_cuda_runs_on_one_fake_device_whichever_is_meant(device):
     trace = capture(replace(on_an_h200(step), device=torch.device(device)), 4, "fake")
     assert (trace.device, trace.notes) == ("cuda", ())
     assert seen == [{torch.device("cuda:0")}] * 2
+
+
+def tries(x: torch.Tensor, size: int) -> int:
+    """Return in how many parts a step goes on that asks for a buffer first."""
+    try:
+        torch.empty(size, dtype=torch.uint8, device=x.device)
+    except RuntimeError as error:
+        return 4 if ran_out_of_memory(error) else 3
+    return 1
+
+
+def in_parts(count: Callable[[torch.Tensor], int]) -> Callable[[Any, Any], torch.Tensor]:
+    return lambda model, x: sum(model(part).sum() for part in x.chunk(count(x)))
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize("program", [program_of, on_an_h200])
+def test_a_request_for_more_than_the_device_has_raises_and_a_step_that_catches_that_goes_on(program):
+    parts = capture(program(in_parts(lambda x: tries(x, 1 << 46))), 16, "fake")
+    known = capture(program(in_parts(lambda _: 4)), 16, "fake")
+    assert [(event.action, event.nbytes) for event in parts.events] == [
+        (event.action, event.nbytes) for event in known.events
+    ]
+    assert "64.0 TiB raises, and the step goes on: " in "".join(parts.notes)
+    granted = capture(program(in_parts(lambda x: tries(x, 1 << 20))), 16, "fake")
+    assert any(event.nbytes == 1 << 20 for event in granted.events)
+    assert not granted.notes
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize("program", [program_of, on_an_h200])
+def test_a_step_that_catches_no_such_request_is_predicted_with_it(program):
+    def step(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return model(x).sum() + torch.zeros(1 << 44, device=x.device).sum()
+
+    trace = capture(program(step), 16, "fake")
+    assert max(event.nbytes for event in trace.events) == 1 << 46
+    assert not trace.has_note("refused")
+
+
+@pytest.mark.usefixtures("here")
+def test_with_less_room_than_a_step_takes_each_request_past_it_raises():
+    def skips(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        try:
+            return model(x.repeat(1000, 1)).sum()
+        except torch.OutOfMemoryError:
+            return model(x).sum()
+
+    room = Variant(room_bytes=100 * KIB)
+    assert capture(on_an_h200(skips), 4, "fake", room).has_note("refused")
+    with pytest.raises(CaptureFailedError, match="out of memory"):
+        capture(on_an_h200(lambda model, x: model(x.repeat(1000, 1)).sum()), 4, "fake", room)
 
 
 @pytest.mark.parametrize("n", [3, 100, 2048])
