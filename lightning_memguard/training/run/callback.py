@@ -167,7 +167,7 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
 
     Raises:
         MemGuardError: an argument is out of its range; or, at setup, the Trainer has two MemGuards.
-        DoesNotFitError: at setup, in mode ``"tune"``, if even ``min_batch_size`` does not fit.
+        DoesNotFitError: at setup, in mode ``"tune"``, if even ``min_batch_size`` cannot fit.
 
     Example:
         >>> trainer = Trainer(callbacks=[MemGuard()])  # doctest: +SKIP

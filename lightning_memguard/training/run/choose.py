@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from lightning_memguard.core.capture.capture import Captures, failed_for_fork, trusted_child
+from lightning_memguard.core.capture.capture import Captures, Variant, capture, failed_for_fork, trusted_child
 from lightning_memguard.core.capture.curve import Curve
 from lightning_memguard.core.capture.predict import Prediction, Surveyor, speed_here
-from lightning_memguard.core.decision.decision import Decision, LimitedBy, Request, decide
+from lightning_memguard.core.decision.decision import Budget, Decision, LimitedBy, Request, decide, needed_words
 from lightning_memguard.core.isolation.pool import Children, is_forked
 from lightning_memguard.core.replay.epoch import Epoch
 from lightning_memguard.core.replay.footprint import Footprint
@@ -240,12 +240,26 @@ class Planner:
         return min(by_processor, by_clock)
 
     def _choose_from(self, known: RunProfile) -> Choice:
-        """Choose from a profile; an epoch is replayed at each size that is chosen, until one fits or rounds are up.
+        """Choose from a profile; if no size is sure to fit, a run that may go well all the same is not stopped."""
+        self._captured_profile()  # with its captures open
+        profile = known.unpacked().attached_to(self._known_run)
+        try:
+            decision, chosen = self._chosen_by_epochs(profile)
+        except DoesNotFitError:
+            lenient = None if profile.budget.source == "given" else _lenient(profile)
+            if lenient is None:
+                raise
+            decision, chosen = self._chosen(lenient)
+            if lenient.budget != profile.budget:
+                decision = replace(decision, budget=profile.budget, because=_may_run(decision, profile.budget))
+                chosen = replace(chosen, budget=profile.budget)
+        return decision, chosen.detached()
+
+    def _chosen_by_epochs(self, profile: RunProfile) -> Choice:
+        """Choose; an epoch is replayed at each size that is chosen, until one fits or rounds are up.
 
         If none of the sizes fits, the error says why the smallest does not.
         """
-        self._captured_profile()  # with its captures open
-        profile = known.unpacked().attached_to(self._known_run)
         decision, chosen = self._chosen(profile)
         for _ in range(_MOST_EPOCHS):
             epochs = self._with_epoch(chosen, decision)
@@ -256,7 +270,7 @@ class Planner:
                 decision, chosen = self._chosen(profile)
             except DoesNotFitError as error:
                 raise _naming(epochs[min(epochs)], error) from None
-        return decision, chosen.detached()
+        return decision, chosen
 
     def _with_epoch(self, chosen: RunProfile, decision: Decision) -> Mapping[int, Epoch]:
         """Return the epochs that are known, with one of the batches that were chosen, as far as there is time."""
@@ -326,6 +340,33 @@ def choose(profile: RunProfile, ranks: Ranks, planner: Planner) -> Choice:
             validation = replace(validation, batch_size=least_val)
         asked = replace(asked, request=capped, validation=validation)
     raise CannotTraceError(f"the ranks could not agree on a batch size (last proposals: {sizes})")
+
+
+def _lenient(profile: RunProfile) -> RunProfile | None:
+    """Return the profile of a run that may go well though no size is sure to fit, so that one is chosen; else None."""
+    request, budget = profile.request, profile.budget
+    if attempt(lambda: _catches_refusals(profile)).value:
+        caught = "the step catches that memory runs out, and goes on"
+        return replace(profile, request=replace(request, free_to_choose=False, fixed_because=caught))
+    smallest = profile.footprint_at(request.smallest_batch_size)
+    if smallest.lowest.device_bytes > budget.free_bytes:
+        return None
+    # it may run within the margin, or with less than the upper bound
+    return replace(profile, budget=replace(budget, free_bytes=smallest.most_device_bytes, margin_bytes=0))
+
+
+def _may_run(decision: Decision, budget: Budget) -> str:
+    needed, free = decision.footprint and needed_words(decision.footprint), format_bytes(budget.free_bytes)
+    return f"it needs {needed}, and {free} are free, so it may run all the same"
+
+
+def _catches_refusals(profile: RunProfile) -> bool:
+    """Whether the step, with no more room than its GPU has free, catches that memory runs out."""
+    step, program, size = profile.prediction, profile.run.program, profile.request.batch_size
+    if program.gpu is None or step.method not in ("fake", "worst-case"):
+        return False
+    room = profile.budget.free_bytes - profile.footprint_at(size).lowest.outside_bytes
+    return capture(program, size, step.method, Variant(room_bytes=room)).has_note("refused")
 
 
 def _naming(epoch: Epoch, error: DoesNotFitError) -> DoesNotFitError:

@@ -8,20 +8,28 @@ import sys
 import warnings
 from contextlib import suppress
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import pytorch_lightning as pl
 import torch
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_memguard import MemGuard, MemGuardError
-from lightning_memguard.core.decision.decision import Request
+from lightning_memguard import DoesNotFitError, MemGuard, MemGuardError
+from lightning_memguard.core import gpus
+from lightning_memguard.core.batch.batches import batches_from_one
+from lightning_memguard.core.capture.predict import predict
+from lightning_memguard.core.capture.program import LoopProgram
+from lightning_memguard.core.decision.decision import Budget, Request
+from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.core.trace.trace import Trace
-from lightning_memguard.training.run import progress
+from lightning_memguard.training.facts.ranks import attempt
+from lightning_memguard.training.run import choose, progress
 from lightning_memguard.training.run import tune as tuning_module
-from lightning_memguard.units import KIB
+from lightning_memguard.units import GIB, KIB
 
 
 @pytest.mark.usefixtures("taped")
@@ -50,6 +58,55 @@ def test_a_step_that_grows_otherwise_is_captured_where_it_is_asked(
     assert decision.batch_size == 40
     assert decision.limited_by == "memory"
     assert "each size is predicted by itself" in " ".join(decision.footprint.notes)
+
+
+def with_free(monkeypatch: pytest.MonkeyPatch, free: int, margin: int) -> None:
+    """Let the device have so many bytes free."""
+    budget = Budget(free, free, margin, "host", "this host")
+    monkeypatch.setattr("lightning_memguard.training.run.reading.read_budget", lambda *_, **__: budget)
+
+
+def test_a_run_that_needs_part_of_the_margin_is_warned_of_and_not_stopped(
+    trainer: Any, small: Any, dataset: TensorDataset, tuned: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    footprint = tuned(trainer(), small(), dataset, max_batch_size=1).decision.footprint
+    most = footprint.most_device_bytes
+    with_free(monkeypatch, most, 100)
+    decision = tuned(trainer(), small(), dataset).decision
+    assert (decision.batch_size, decision.verdict, decision.limited_by) == (1, "does not fit", "memory")
+    assert decision.budget.usable_bytes == most - 100
+    assert decision.reason.startswith("batch size 1 does NOT fit: it needs ")
+    assert decision.reason.endswith(", so it may run all the same.")
+    with_free(monkeypatch, footprint.lowest.device_bytes - 1, 0)
+    monkeypatch.setattr(tuning_module, "_with_advice", lambda error, _: error)
+    with pytest.raises(DoesNotFitError):
+        tuned(trainer(), small(), dataset)
+
+
+@pytest.mark.usefixtures("here")
+def test_a_step_that_catches_that_memory_runs_out_is_not_stopped() -> None:
+    def step(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        try:
+            return model(x.repeat(1000, 1)).sum()
+        except torch.OutOfMemoryError:
+            return model(x).sum()
+
+    gpu = gpus.find("NVIDIA H200")
+    batches = batches_from_one(torch.ones(4, 4))
+    program = LoopProgram(nn.Linear(4, 8), batches, step, torch.optim.Adam, torch.device("cuda"), gpu=gpu)
+    prediction = predict(program, 4, AllocatorSettings.for_device("cuda", {}))
+
+    def lenient(program: LoopProgram) -> bool:
+        run, known = SimpleNamespace(program=program), prediction.curve
+        budget = Budget(GIB, 100 * KIB, 0, "nvml", gpu.name)
+        stand_in: Any = SimpleNamespace(
+            prediction=known, run=run, request=Request(4), budget=budget, footprint_at=known.footprint_at
+        )
+        return choose._catches_refusals(stand_in)
+
+    assert lenient(program)
+    assert not attempt(lambda: lenient(replace(program, step=lambda model, x: model(x.repeat(1000, 1)).sum()))).value
+    assert not lenient(replace(program, step=lambda model, x: model(x).sum()))
 
 
 @pytest.mark.parametrize(("patience", "times"), [(0.0, 1), (60.0, 0)])
