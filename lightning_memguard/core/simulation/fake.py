@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import random
 import sys
@@ -164,6 +165,15 @@ def copy_attributes(parameter: Tensor, parameter_copy: Tensor) -> None:
         vars(parameter_copy).setdefault(name, copy.deepcopy(value) if isinstance(value, (list, dict, set)) else value)
 
 
+def copy_hooks(parameter: Tensor, other: Tensor, change: Function = lambda hook: hook) -> None:
+    """Register the hooks of a parameter on another one."""
+    if other.requires_grad:
+        for hook in (port.grad_hooks(parameter) or {}).values():
+            other.register_hook(change(hook))
+        for hook in port.hooks_after_accumulation(parameter):
+            other.register_post_accumulate_grad_hook(change(hook))
+
+
 def real_copy(module: nn.Module, instead: Mapping[int, object] | None = None) -> nn.Module:
     """Deep-copy a module, but share its datasets and what cannot be copied (locks, files, generators)."""
     with _RealCopy():
@@ -219,8 +229,9 @@ def _deep_copy(module: nn.Module, instead: Mapping[int, object] | None) -> nn.Mo
     compilers = filter(None, map(port.compiler_of_module, module.modules()))  # they do not refer to the module
     shared = (*_data_attributes(module), *compilers)
     memo = {**{id(value): value for value in shared}, **_scripted_copies(module), **(instead or {})}
+    copied = dict(memo)
     try:
-        module_copy = copy.deepcopy(module, dict(memo))
+        module_copy = copy.deepcopy(module, copied)
     except Exception:  # noqa: BLE001 - a deep copy can fail in any way; find what cannot be copied, and share it
         for child in reversed(list(module.modules())):  # innermost first, so that only what fails is shared
             values = (value for name, value in vars(child).items() if name not in _OWN_DICTS)
@@ -229,9 +240,9 @@ def _deep_copy(module: nn.Module, instead: Mapping[int, object] | None) -> nn.Mo
         memo |= {id(child): blank for child, blank in blanks.items()}
         for child, blank in blanks.items():
             blank.__setstate__(copy.deepcopy(vars(child), memo))
-        module_copy = copy.deepcopy(module, memo)
+        module_copy, copied = copy.deepcopy(module, memo), memo
     _share_what_is_not_saved(module, module_copy)
-    _rebind_functions(module, module_copy)
+    _rebind_functions(module, module_copy, {key: each for key, each in copied.items() if key not in (instead or {})})
     return module_copy
 
 
@@ -266,13 +277,15 @@ class _Clones(TorchDispatchMode):
         return args[0].clone() if func is _aten.clone.default else func(*args, **(kwargs or {}))
 
 
-def _rebind_functions(module: nn.Module, module_copy: nn.Module) -> None:
-    """Rebind functions that a module keeps as attributes to the copy: a deep copy shares them.
+def _rebind_functions(module: nn.Module, module_copy: nn.Module, copied: Mapping[int, Any]) -> None:
+    """Rebind functions that a module keeps as attributes or hooks to the copy: a deep copy shares them.
 
-    They are compiled methods, as ``Trainer.fit(torch.compile(module))`` sets them, and closures over a module.
+    They are compiled methods, as ``Trainer.fit(torch.compile(module))`` sets them, and closures over a module, or over
+    what it holds; ``copied`` has those copies by ``id``.
     """
     theirs = dict(module_copy.named_modules(remove_duplicate=False))
-    copies = {id(mine): theirs[path] for path, mine in module.named_modules() if path in theirs}
+    copies = {**copied, **{id(mine): theirs[path] for path, mine in module.named_modules() if path in theirs}}
+    _rebind_hooks(module, copies)
     for child in module.modules():
         own = vars(copies.get(id(child), child))
         for name, value in vars(child).items():
@@ -288,7 +301,34 @@ def _rebind_functions(module: nn.Module, module_copy: nn.Module) -> None:
             port.copy_compiled_call(child, copies[id(child)], _compiled_like)
 
 
-def _rebound(value: Any, copies: dict[int, nn.Module]) -> Any:
+def _rebind_hooks(module: nn.Module, copies: dict[int, Any]) -> None:
+    """Rebind the hooks of modules; those of parameters, which a deep copy drops, are registered on the copies."""
+    for child in module.modules():
+        own = vars(copies.get(id(child), child))
+        for name in _HOOKS:
+            for key, hook in own[name].items():
+                own[name][key] = _rebound_hook(hook, copies)
+    for parameter in module.parameters():
+        theirs = copies.get(id(parameter), parameter)
+        if theirs is not parameter:
+            copy_hooks(parameter, theirs, functools.partial(_rebound_hook, copies=copies))
+
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+def _rebound_hook(hook: Any, copies: dict[int, Any]) -> Any:
+    if isinstance(hook, functools.partial):
+        keywords = {name: _rebound(value, copies) for name, value in hook.keywords.items()}
+        arguments = (_rebound(value, copies) for value in hook.args)
+        return functools.partial(_rebound_hook(hook.func, copies), *arguments, **keywords)
+    if isinstance(hook, types.FunctionType):
+        held = (*_closed_over(hook), *(hook.__defaults__ or ()), *(hook.__kwdefaults__ or {}).values())
+        return _with_modules(hook, copies) if any(_rebound(each, copies) is not each for each in held) else hook
+    return _rebound(hook, copies)
+
+
+def _rebound(value: Any, copies: dict[int, Any]) -> Any:
     """Return the copy of a module, a method bound to the copy of its module, or any other value as it is.
 
     A module with some of the copied ones in it, as a loss that holds the network, is copied around their copies.
@@ -319,14 +359,15 @@ def _closed_over(function: Function) -> list[object]:
     return found
 
 
-def _with_modules(function: Any, copies: dict[int, nn.Module]) -> types.FunctionType:
-    """Return the function as a closure over the copies of its modules."""
-    pairs = zip(function.__closure__, _closed_over(function), strict=True)
+def _with_modules(function: Any, copies: dict[int, Any]) -> types.FunctionType:
+    """Return the function as a closure over the copies of its modules, which also are its defaults."""
+    pairs = zip(function.__closure__ or (), _closed_over(function), strict=True)
     rebound = [(cell, value, _rebound(value, copies)) for cell, value in pairs]
     closure = tuple(cell if theirs is value else types.CellType(theirs) for cell, value, theirs in rebound)
-    code, defaults = function.__code__, function.__defaults__
-    own = types.FunctionType(code, function.__globals__, function.__name__, defaults, closure)
-    own.__kwdefaults__ = function.__kwdefaults__
+    defaults = function.__defaults__ and tuple(_rebound(each, copies) for each in function.__defaults__)
+    own = types.FunctionType(function.__code__, function.__globals__, function.__name__, defaults, closure)
+    named = function.__kwdefaults__
+    own.__kwdefaults__ = named and {name: _rebound(each, copies) for name, each in named.items()}
     return own
 
 

@@ -25,7 +25,7 @@ from lightning_memguard.core.foreign import aten as _aten
 from lightning_memguard.core.kernels.attention import SEEDS_ON_DEVICE
 from lightning_memguard.core.simulation import constants, quantized
 from lightning_memguard.core.simulation.constants import KnownFakeMode, known_value
-from lightning_memguard.core.simulation.fake import Function, copy_attributes, lazy_fake
+from lightning_memguard.core.simulation.fake import Function, copy_attributes, copy_hooks, lazy_fake
 from lightning_memguard.core.torch_port import (
     DisableTorchFunctionSubclass,
     FakeTensor,
@@ -264,6 +264,7 @@ def _moving(original: Function) -> Function:
         if id(parameter) not in moved:
             moved[id(parameter)] = parameter, nn.Parameter(result, parameter.requires_grad)
             copy_attributes(parameter, moved[id(parameter)][1])
+            copy_hooks(parameter, moved[id(parameter)][1])
         return moved[id(parameter)][1]
 
     return apply

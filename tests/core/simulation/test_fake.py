@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -251,6 +252,43 @@ def test_a_function_over_a_module_around_the_copied_one_is_over_the_copy(make_co
     assert around.loss()[0] is around["network"] is not module["network"]
     assert around.loss()[1] is not likelihood[1]
     assert module.loss() is likelihood
+
+
+class Hooked(nn.Module):
+    """Its hooks keep what they are given in the module's own lists."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.seen, self.given = nn.Linear(2, 2), [], []
+        seen = self.seen
+        self.layer.register_forward_pre_hook(lambda *_: self.seen.append("pre"))
+        self.layer.register_forward_hook(lambda *_: seen.append("forward"))
+        self.layer.register_forward_hook(functools.partial(self.note, self.given))
+        self.layer.register_full_backward_hook(lambda *_, owner=self: owner.seen.append("backward"))
+        self.layer.weight.register_hook(lambda gradient: self.seen.append("gradient"))
+        self.layer.bias.register_post_accumulate_grad_hook(lambda _: self.seen.append("accumulated"))
+
+    @staticmethod
+    def note(given: list[object], *_: object) -> None:
+        given.append(1)
+
+
+@pytest.mark.parametrize("make_copy", [real_copy, lambda module: real_copy(module).double()])
+def test_hooks_of_a_copy_are_given_the_copy(make_copy):
+    module = Hooked()
+    module_copy = make_copy(module)
+    module_copy.layer(next(module_copy.parameters())).sum().backward()
+    assert (module.seen, module.given) == ([], [])
+    assert sorted(module_copy.seen) == ["accumulated", "backward", "forward", "gradient", "pre"]
+    assert module_copy.given == [1]
+
+
+def test_hooks_of_a_fake_copy_are_given_the_copy(mode):
+    module = Hooked()
+    module_copy = fake_copy(module, mode, torch.device("cpu")).double()
+    module_copy.layer(next(module_copy.parameters())).sum().backward()
+    assert module.seen == []
+    assert sorted(module_copy.seen) == ["accumulated", "backward", "forward", "gradient", "pre"]
 
 
 @pytest.mark.parametrize("make_copy", [copy_of, real_copy])
