@@ -226,6 +226,21 @@ class Footprint(Shown):
         notes = (*self.notes, note) if note else self.notes
         return replace(self, doubts=(*self.doubts, Doubt(kind, peaks)), notes=notes)
 
+    def or_allocated_by(self, other: Footprint) -> Footprint:
+        """The footprint if other work of the run allocates more than this, of which more is cached."""
+        if other.peak_allocated_bytes <= self.peak_allocated_bytes:
+            return self
+        least, likely, most = (each.allocated_bytes for each in (other.lowest, other.peak, other.highest))
+
+        def raised(peak: Peak) -> Peak:
+            return replace(peak, allocated_bytes=max(peak.allocated_bytes, least))
+
+        doubts = (Doubt(each.kind, tuple(map(raised, each.peaks))) for each in self.doubts)
+        found = replace(self, peak_allocated_bytes=likely, parts=other.parts, doubts=tuple(doubts))
+        ends = (replace(found.peak, allocated_bytes=nbytes) for nbytes in (least, most) if nbytes != likely)
+        doubt = Doubt("other work", tuple(ends))
+        return replace(found, doubts=(*found.doubts, doubt)) if doubt.peaks else found
+
     def or_at_most(self, other: Footprint, note: str) -> Footprint:
         """The footprint if other work of the run, whose likely peak is lower, may take more than this one at most."""
         most = max(self.most_device_bytes, other.most_device_bytes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, cast
@@ -246,6 +247,20 @@ class Trace:
             if event.action == "free":
                 alive.pop(event.block, None)
         yield from ((event.part, event.nbytes) for event in alive.values())
+
+    @property
+    def open_workspaces(self) -> Counter[tuple[bool, int]]:
+        """Workspaces that a library keeps from its first call on, by whether that was in the backward pass, and bytes.
+
+        The threads of the forward and the backward pass have their own.
+        """
+        alive: dict[int, Event] = {}
+        for event in self.only("point").events:
+            if event.action == "free":
+                alive.pop(event.block, None)
+            elif event.part == "workspaces" and event.phase != "setup":
+                alive[event.block] = event
+        return Counter((event.phase == "backward", event.nbytes) for event in alive.values())
 
     def _with_blocks(self, place: int, blocks: Collection[tuple[str, int]]) -> Trace:
         if not blocks:

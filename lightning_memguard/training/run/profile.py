@@ -5,6 +5,7 @@ The data is read, and the steps are captured, in children: whatever the user's c
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -419,8 +420,11 @@ def _validation(run: Run, training: Curve) -> ValidationRun:
 
 
 def _joined(larger: Footprint, other: Footprint, name: str) -> Footprint:
-    """The footprint of which more is likely, up to the most of the other."""
-    if other.is_partial or other.most_device_bytes <= larger.most_device_bytes:
+    """The footprint of which more is likely, up to the most of the other; what is allocated is that of either."""
+    if other.is_partial:
+        return larger
+    larger = larger.or_allocated_by(other)
+    if other.most_device_bytes <= larger.most_device_bytes:
         return larger
     return larger.or_at_most(other, f"at most, {name} takes {format_bytes(other.most_device_bytes)}")
 
@@ -430,7 +434,9 @@ def _next_to(training: Curve, run: Run, validation: Curve) -> Curve:
     # variants that depend on values have no trace of their own size
     trace = next(iter(training.surveyed.values()), None)
     trace = trace or Prediction(run.program, training).trace_at(run.loader_info.batch_size or 1)
-    return validation.on_terms(held=tuple(trace.alive_between_steps(gradients=gradients)))
+    own = next((each.open_workspaces for each in validation.surveyed.values()), Counter())
+    workspaces = (("workspaces", nbytes) for _, nbytes in (trace.open_workspaces - own).elements())
+    return validation.on_terms(held=(*trace.alive_between_steps(gradients=gradients), *workspaces))
 
 
 MOST_IN_A_BATCH = 1 << 20

@@ -246,6 +246,17 @@ def test_workspaces_of_the_backward_pass_alone_are_a_scenario():
     assert [found.peak_reserved_bytes, found.highest.reserved_bytes] == [80 * MIB, 140 * MIB + more]
 
 
+def test_a_run_allocates_the_most_that_any_of_its_work_does():
+    """Here a step allocates more than validation, of which more is cached."""
+    step = Footprint(8, "cuda", 90, 100, 110, {"activations": 90}, "backward")
+    step = step.doubted("unknown blocks", Peak(80, 100, 110), Peak(95, 100, 110))
+    validation = Footprint(8, "cuda", 50, 150, 160, {"temporaries": 50}, "validation")
+    run = validation.doubted("cache", Peak(50, 140, 150), Peak(50, 160, 170)).or_allocated_by(step)
+    assert (run.peak, run.phase, run.parts) == (Peak(90, 150, 160), "validation", {"activations": 90})
+    assert (run.lowest, run.highest) == (Peak(80, 140, 150), Peak(95, 160, 170))
+    assert step.or_allocated_by(validation) is step
+
+
 def test_a_footprint_prints_in_one_readable_line():
     found = footprint(trace_of(Event("alloc", 0, 3 * MIB, "activations", "forward", module="net.0")), EXACT)
     assert repr(found.plus_outside(MIB)) == (

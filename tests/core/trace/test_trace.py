@@ -52,6 +52,17 @@ def test_what_a_run_holds_throughout_is_there_before_what_it_was_recorded_next_t
     assert next(iter(trace.plus({"callbacks": 8}))) == Event("alloc", 8, 8, "callbacks", "setup")
 
 
+def test_workspaces_that_a_library_keeps_are_those_of_no_operator_alone():
+    def event(action: str, block: int, nbytes: int, phase: str, part: str = "workspaces", case: str = "") -> Event:
+        return Event(action, block, nbytes, part, phase, case=case)
+
+    alive = event("alloc", 0, 32, "forward"), event("alloc", 1, 32, "backward"), event("alloc", 2, 8, "backward")
+    others = event("free", 2, 8, "optimizer"), event("alloc", 3, 4, "setup"), event("alloc", 4, 2, "forward", "batch")
+    unknown = event("alloc", 5, 16, "forward", case="high")
+    trace = Trace(8, "cuda", "fake", (*alive, *others, unknown))
+    assert trace.open_workspaces == {(False, 32): 1, (True, 32): 1}
+
+
 def test_a_later_stage_cannot_edit_a_trace():
     trace = Trace(8, "cpu", "fake", ())
     with pytest.raises(FrozenInstanceError):
