@@ -88,11 +88,45 @@ def _of_second(first: str, node: Any, grad: Tensor) -> Tensor:
     return grad.t().mm(other).t() if turned else other.t().mm(grad)
 
 
+def _of_divisor(node: Any, grad: Tensor) -> Tensor:
+    """`div_tensor_other_backward`; here and below, what one expression makes lives until it ends, as in C++."""
+    other, negated = port.saved_by(node, "other"), -grad
+    ratio = port.saved_by(node, "self") / other
+    slope = ratio / other
+    found: Tensor = negated * slope.conj()
+    return found
+
+
+def _of_tanh(node: Any, grad: Tensor) -> Tensor:
+    doubled = -2 * port.saved_by(node, "output").conj()
+    slope = doubled * port.saved_by(node, "grad_output")
+    found: Tensor = grad.conj() * slope
+    return found
+
+
+def _of_sigmoid(node: Any, grad: Tensor) -> Tensor:
+    doubled = -2 * port.saved_by(node, "output").conj()
+    slope = doubled + 1
+    product = grad.conj() * port.saved_by(node, "grad_output")
+    found: Tensor = product * slope
+    return found
+
+
 # How a node computes each of its gradients, for ``autograd.grad`` of some inputs: the engine asks for those alone.
 BY_RESULT: dict[str, tuple[Callable[[Any, Tensor], Tensor], ...]] = {
     "MulBackward0": (
         lambda node, grad: grad * port.saved_by(node, "other").conj(),
         lambda node, grad: grad * port.saved_by(node, "self").conj(),
+    ),
+    "DivBackward0": (lambda node, grad: grad / port.saved_by(node, "other").conj(), _of_divisor),
+    # Of a second derivative: the gradients of a gradient, and of what the forward pass returned.
+    "TanhBackwardBackward0": (
+        lambda node, grad: _aten.tanh_backward(grad, port.saved_by(node, "output").conj()),
+        _of_tanh,
+    ),
+    "SigmoidBackwardBackward0": (
+        lambda node, grad: _aten.sigmoid_backward(grad, port.saved_by(node, "output").conj()),
+        _of_sigmoid,
     ),
     "MmBackward0": (partial(_of_first, "self"), partial(_of_second, "self")),
     "AddmmBackward0": (lambda _, grad: grad, partial(_of_first, "mat1"), partial(_of_second, "mat1")),
