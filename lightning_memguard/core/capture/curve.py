@@ -58,7 +58,7 @@ class Terms:
 
     def footprint_of(self, trace: Trace, *, compiled: bool = False) -> Footprint:
         """The memory and time of a trace of the step."""
-        found = footprint(trace.holding(self.held), self.settings, self.context_bytes)
+        found = footprint(trace.holding(self.held), self.settings, self.context_bytes, self.batches_per_step)
         return replace(found, timing=self.timing(trace.work, compiled=compiled)) if trace.work else found
 
     def timing(self, work: Sequence[Work], *, compiled: bool) -> Timing:

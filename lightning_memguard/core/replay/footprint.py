@@ -11,6 +11,7 @@ from typing import Literal
 
 from lightning_memguard.core.range import NOTHING, Range
 from lightning_memguard.core.replay.epoch import Epoch
+from lightning_memguard.core.replay.recurring import LaterSteps
 from lightning_memguard.core.replay.replay import Replay, within_capacity
 from lightning_memguard.core.replay.seconds import Timing
 from lightning_memguard.core.replay.settings import AllocatorSettings
@@ -54,6 +55,7 @@ DoubtKind = Literal[
     "process",
     "addresses",
     "cache",
+    "steps",
     "lengths",
     "values",
     "epochs",
@@ -74,8 +76,8 @@ class Doubt:
     """Why a peak is not known exactly, and what else it may be; a footprint's range holds all of its doubts.
 
     ``unknown blocks``: the size of some blocks. ``process``: what is outside the allocator. ``addresses``: in which
-    order the driver gives them to segments. ``cache``: what the allocator caches. ``lengths``: what it caches over an
-    epoch of them.
+    order the driver gives them to segments. ``cache``: what the allocator caches. ``steps``: which of the
+    blocks that it has cached each step gets. ``lengths``: what it caches over an epoch of them.
     ``values``: the batches drawn differ. ``epochs``: their largest batches do. ``shapes``: torch.compile compiles again
     for other shapes. ``draws``: the step draws sizes.
     ``least results``: how large results are. ``unchecked``: no capture has shown how the step grows to this size.
@@ -241,6 +243,13 @@ class Footprint(Shown):
         doubt = Doubt("other work", tuple(ends))
         return replace(found, doubts=(*found.doubts, doubt)) if doubt.peaks else found
 
+    def between_steps(self, less: int, more: int) -> Footprint:
+        """The footprint if a later step may have an allocated peak that is so much lower, or higher."""
+        low, high = self.lowest, self.highest
+        most = max(high.allocated_bytes, min(high.allocated_bytes + more, high.reserved_bytes))
+        ends = replace(low, allocated_bytes=low.allocated_bytes - less), replace(high, allocated_bytes=most)
+        return self.doubted("steps", *ends) if less or more else self
+
     def or_at_most(self, other: Footprint, note: str) -> Footprint:
         """The footprint if other work of the run, whose likely peak is lower, may take more than this one at most."""
         most = max(self.most_device_bytes, other.most_device_bytes)
@@ -324,16 +333,20 @@ class Footprint(Shown):
 _SAYS_NOTHING = 4  # times as much
 
 
-def footprint(trace: Trace, settings: AllocatorSettings, context_bytes: Range[int] = NOTHING) -> Footprint:
+def footprint(
+    trace: Trace, settings: AllocatorSettings, context_bytes: Range[int] = NOTHING, batches_per_step: int = 1
+) -> Footprint:
     """Replay a trace and add the memory outside the allocator.
 
     Args:
         trace: the events of the step, in bytes requested.
         settings: the rules of the allocator to replay by.
         context_bytes: what the process takes on its device outside the allocator (CUDA's context and libraries).
+        batches_per_step: batches of an optimizer step.
     """
     least, likely, most = context_bytes
-    result = _replay(trace, "point", settings)
+    later = within_capacity(trace.only("point"), settings, functools.partial(LaterSteps.of, batches=batches_per_step))
+    result = later.replay
     at = result.peak_event
     shown = (*PARTS, *(part for part in OPTIONAL_PARTS if part in result.parts))
     found = Footprint(
@@ -368,6 +381,8 @@ def footprint(trace: Trace, settings: AllocatorSettings, context_bytes: Range[in
         if settings.capacity_bytes is not None:
             more = min(more, max(0, settings.capacity_bytes - found.highest.reserved_bytes))
         found = found.doubted("cache", found.lowest.fragmented(-less), found.highest.fragmented(more))
+    first, least = later.peaks[0], min(later.peaks)
+    found = found.between_steps(first - least, max(later.peaks) - least)
     return replace(found, yielding_bytes=found.highest.reserved_bytes - firm)
 
 

@@ -1,4 +1,7 @@
-"""Trace -> its last step as it runs again and again, also after steps on batches of other shapes; and Trace -> Retries.
+"""Trace -> its last step as it runs again and again, also after steps on batches of other shapes: LaterSteps, Retries.
+
+PyTorch puts the blocks of each step elsewhere, and what it does not split off a block counts as allocated; so steps
+with the same requests differ by some MiB in their allocated peaks.
 
 A step that does not fit with all that the allocator would like to cache runs all the same. PyTorch calls it a retry
 (``num_alloc_retries``): it waits for the device, releases the cache and reserves again.
@@ -7,10 +10,11 @@ A step that does not fit with all that the allocator would like to cache runs al
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
-from lightning_memguard.core.replay.replay import Steps
+from lightning_memguard.core.replay.replay import Replay, Steps
 from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.core.trace.trace import Event, Trace
 
@@ -20,7 +24,7 @@ Name = tuple[object, ...]
 
 @dataclass(frozen=True)
 class RecurringStep:
-    """The last step of a trace.
+    """The last step of a trace, which may be of several batches.
 
     Attributes:
         until: the events up to its end; a trace may go on to free what is left.
@@ -35,8 +39,8 @@ class RecurringStep:
     taken: Mapping[int, Name]
 
     @classmethod
-    def of(cls, trace: Trace) -> RecurringStep | None:
-        """Read a step; None if it does not recur, as it leaves other blocks to the next than it frees.
+    def of(cls, trace: Trace, batches: int = 1) -> RecurringStep | None:
+        """Read a step of so many batches; None if it does not recur, as it leaves other blocks than it frees.
 
         A block stays if the step has freed one like it that the step before had left; any other is freed at its end.
         """
@@ -45,17 +49,23 @@ class RecurringStep:
         if not end:
             return None
         until = [*events[:end]]
-        step = [event for event in until if event.step == until[-1].step]
-        made = {event.block for event in step if event.action == "alloc"}
+        step = [event for event in until if event.step > until[-1].step - batches]
+        made = {event.block: event for event in step if event.action == "alloc"}
         gone = [event for event in step if event.action == "free" and event.block not in made]
         freed = {event.block for event in events if event.action == "free"}
         kept = [event for event in step if event.action == "alloc" and event.block not in freed]
         left = [*(event for event in events[end:] if event.block in made), *kept]
+        arrived = {event.block for event in left if made[event.block].phase == "transfer"}  # of use to no step yet
+        left, until, step = ([_as_batch(each, arrived) for each in several] for several in (left, until, step))
         stays, rest = _matched(gone, left, _names(until))
         if len(stays) < len(gone) or any(event.action == "alloc" for event in rest):
             return None
         left_as = {block: name for block, _, name in stays}
         return cls([*until, *rest], [*step, *rest], left_as, {block: name for _, block, name in stays})
+
+
+def _as_batch(event: Event, blocks: Collection[int]) -> Event:
+    return event._replace(part="batch") if event.block in blocks else event
 
 
 def _names(events: Iterable[Event]) -> dict[int, Name]:
@@ -125,6 +135,39 @@ class StepSequence:
         return [*found, *(event._replace(action="free") for event in before.values())]
 
 
+@dataclass(frozen=True)
+class LaterSteps:
+    """A trace, and some more steps like its last.
+
+    Attributes:
+        replay: of them all.
+        peaks: the allocated peak of the trace, and of each step after it.
+    """
+
+    replay: Replay
+    peaks: tuple[int, ...]
+
+    @classmethod
+    def of(cls, steps: Steps, batches: int = 1) -> LaterSteps:
+        """Run the steps of a trace to their end, and those after them if they recur, of so many batches each."""
+        last = max((event.step for event in steps.trace.events), default=0)
+        step = RecurringStep.of(steps.trace, batches) if steps.allocator and last >= batches else None
+        if step is None:
+            replay = Replay.of(steps)
+            return cls(replay, (replay.peak_allocated_bytes,))
+        sequence, events, changes, peaks = StepSequence(), list[Event](), list[int](), list[int]()
+        for _ in range(1 + _LATER):
+            live = sum(changes)
+            events += sequence.events_of(step)
+            added = [*steps.go_on(events[len(changes) :])]
+            peaks.append(max(accumulate(added, initial=live)))
+            changes += added
+            if steps.out_of_memory_event is not None:
+                break
+        return cls(Replay.of_run(steps, events, changes), tuple(peaks))
+
+
+_LATER = 4  # after which few recorded trainings have a higher peak, and those by less than these steps differ
 _SETTLING, _COUNTED = 6, 4  # steps; ResNet-50 settles within four
 
 

@@ -144,7 +144,12 @@ class Replay:
     @classmethod
     def of(cls, steps: Steps) -> Replay:
         """Run the steps to their end."""
-        peak_event, alive = alive_at_peak(steps.trace.events, list(steps))
+        return cls.of_run(steps, steps.trace.events, list(steps))
+
+    @classmethod
+    def of_run(cls, steps: Steps, events: Sequence[Event], changes: Sequence[int]) -> Replay:
+        """Return the replay of events that were run, by what each has added to the allocated bytes."""
+        peak_event, alive = alive_at_peak(events, changes)
         parts: Counter[str] = Counter()
         for event, nbytes in alive:
             parts[event.part] += nbytes
