@@ -12,7 +12,19 @@ ROOT = Path(__file__).parents[1] / "lightning_memguard"
 ROOMS = {
     "": ["_version", "errors", "units"],
     "core": ["__init__", "foreign", "objects", "torch_port", "shown", "range"],
-    "core/trace": ["__init__", "scratch", "kept", "work", "trace", "growth", "depth", "lengths", "packed", "loading"],
+    "core/trace": [
+        "__init__",
+        "scratch",
+        "kept",
+        "work",
+        "trace",
+        "as_written",
+        "growth",
+        "depth",
+        "lengths",
+        "packed",
+        "loading",
+    ],
     "core/replay": [
         "__init__",
         "settings",

@@ -11,6 +11,7 @@ from lightning_memguard.core.replay.footprint import Footprint, Peak, footprint
 from lightning_memguard.core.replay.learned import Learned
 from lightning_memguard.core.replay.seconds import Speed, Timing
 from lightning_memguard.core.replay.settings import AllocatorSettings
+from lightning_memguard.core.trace.as_written import least_if_compiled, most_more_if_compiled
 from lightning_memguard.core.trace.growth import Growth, extrapolate
 from lightning_memguard.core.trace.packed import PackedGrowth, PackedTraces
 from lightning_memguard.core.trace.trace import (
@@ -47,6 +48,7 @@ class Terms:
         learned: what earlier runs of the step have measured.
         speed: returns how fast the device is; None if that is not known.
         batches_per_step: batches of an optimizer step.
+        timing_bytes: of a buffer with which compiled steps time their kernels.
     """
 
     settings: AllocatorSettings
@@ -55,11 +57,20 @@ class Terms:
     learned: Learned | None = None
     speed: Callable[[], Speed | None] = lambda: None
     batches_per_step: int = 1
+    timing_bytes: int = 0
 
     def footprint_of(self, trace: Trace, *, compiled: bool = False) -> Footprint:
         """The memory and time of a trace of the step."""
         found = footprint(trace.holding(self.held), self.settings, self.context_bytes, self.batches_per_step)
         return replace(found, timing=self.timing(trace.work, compiled=compiled)) if trace.work else found
+
+    def if_compiled(self, found: Footprint, written: Trace) -> Footprint:
+        """The footprint of a step as written, if it runs compiled and no capture has shown what that takes."""
+        written = written.holding(self.held)
+        least = footprint(least_if_compiled(written.only("low")), self.settings, self.context_bytes).lowest
+        accumulates = self.batches_per_step > 1
+        more = most_more_if_compiled(written.only("high"), self.timing_bytes, accumulates=accumulates)
+        return found.doubted("compiled", least, found.highest.plus(more))
 
     def timing(self, work: Sequence[Work], *, compiled: bool) -> Timing:
         """Return how the step is timed; ``work`` is that of a batch as written."""
@@ -111,6 +122,7 @@ class Curve:
         unfrozen: the step that trains all parameters, if frozen ones may be trained later.
         kinds: if the data sets the batch sizes, shapes and bytes of each kind of batch that was captured.
         kind: the place in ``kinds`` of the one that takes the most, which is predicted.
+        as_written: whether it compiles something that no capture has shown compiled.
         stopped: why too few captures were made to check how the step grows, or what other values change.
     """
 
@@ -131,6 +143,7 @@ class Curve:
     unfrozen: Curve | None = None
     kinds: tuple[tuple[Shapes, int], ...] = ()
     kind: int = 0
+    as_written: bool = False
     stopped: str = ""
     # What it was asked for so far; a copy starts with its own.
     _known: dict[int, Footprint] = field(init=False, repr=False, compare=False, default_factory=dict)
@@ -294,6 +307,8 @@ class Curve:
             found = self._with_unknown_values(found)
         if self.unfrozen:
             found = _with_later(found, self.footprint_of(self.unfrozen.trace_at(batch_size)))
+        if self.as_written and not found.is_partial:
+            found = self.terms.if_compiled(found, self.trace_at(batch_size))
         if self.compiles:
             work = self.growth.at(batch_size).work if self.growth else ()
             found = replace(found, timing=self.terms.timing(work, compiled=True) if work else None)

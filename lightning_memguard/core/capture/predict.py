@@ -37,6 +37,7 @@ from lightning_memguard.core.range import NOTHING, Range
 from lightning_memguard.core.replay.footprint import Footprint, footprint
 from lightning_memguard.core.replay.seconds import Speed
 from lightning_memguard.core.replay.settings import AllocatorSettings
+from lightning_memguard.core.simulation.compiled_cuda import timing_bytes
 from lightning_memguard.core.simulation.value_sizes import LEAST
 from lightning_memguard.core.trace.growth import Growth, extrapolate, grow
 from lightning_memguard.core.trace.trace import PARTIAL, WORTH_A_NOTE, Method, Shapes, Trace
@@ -100,11 +101,12 @@ class Surveyor:
             traces = {size: several[0] for size, several in found.captured.items()}
             if not any(trace.has_note("uncompiled") for trace in traces.values()):
                 return found
+            found = replace(found, as_written=True)
             if program.device.type != "cpu" and program.gpu is None:
                 return replace(found, notes=(*found.notes, "torch.compile is followed on CPUs and NVIDIA's GPUs only"))
             near = min(traces, key=lambda size: abs(size - batch_size))
             if found.method != "states" and (not found.variants or found.of_uneven_batches):
-                found = replace(found, reads=traces[near].answers)
+                found = replace(found, reads=traces[near].answers, as_written=False)
             return found if scalable else self.prove(found, batch_size)
 
     def _with_unfrozen(self, found: Curve, known: Curve, batch_size: int) -> Curve:
@@ -190,8 +192,8 @@ class Surveyor:
         try:
             trace = capture(self.program, batch_size, "compiled", one)
         except CaptureFailedError as error:
-            eager = replace(curve.uncompiled(), notes=(*curve.notes, _reason("compiled", error)))
-            return self.prove(eager, batch_size)
+            why = _reason("compiled", error)
+            return self.prove(replace(curve.uncompiled(), as_written=True, notes=(*curve.notes, why)), batch_size)
         found = replace(curve.confirmed_by(trace), compiled={**curve.compiled, batch_size: (trace,)})
         try:
             if not self.program.changes_shape(batch_size):
@@ -211,7 +213,12 @@ _NOT_UNFROZEN = (
 
 def terms_of(program: Program, terms: Terms) -> Terms:
     """Return the terms with the speed and the accumulation of a program."""
-    return replace(terms, speed=partial(speed_here, program.gpu), batches_per_step=program.batches_per_step or 1)
+    return replace(
+        terms,
+        speed=partial(speed_here, program.gpu),
+        batches_per_step=program.batches_per_step or 1,
+        timing_bytes=timing_bytes(program.gpu.kernel_target) if program.gpu else 0,
+    )
 
 
 class Prediction:

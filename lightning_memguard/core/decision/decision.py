@@ -371,7 +371,8 @@ def sentence_of(decision: Decision) -> str:
     if decision.verdict == "does not fit":
         return f"{batch} {_why_not(decision, footprint, because)}.{_up_to(decision)}"
     without = _WITHOUT_VALIDATION if any(is_note(each, "no validation") for each in footprint.notes) else ""
-    return _why_it_fits(decision, batch, because) + (_OUT_OF_TIME if footprint.is_cut else without)
+    unseen = _AS_WRITTEN if footprint.is_as_written else _OUT_OF_TIME
+    return _why_it_fits(decision, batch, because) + (unseen if footprint.is_cut else without)
 
 
 def _why_it_fits(decision: Decision, batch: str, because: str) -> str:
@@ -419,6 +420,7 @@ def _up_to(decision: Decision) -> str:
 
 _WITHOUT_VALIDATION = " Validation is not included: what it takes is unknown."
 _OUT_OF_TIME = " Time was up (max_setup_seconds) before captures checked that."
+_AS_WRITTEN = " What torch.compile makes of the step was not captured."
 _ROUNDED = 1000
 _LARGEST = ' (batch_size="largest")'
 
@@ -567,8 +569,9 @@ def decide(footprint_at: Callable[[int], Footprint], budget: Budget, request: Re
     accumulate = batches
     shrinks = size < asked and allowed and (request.kept_by or asked <= highest)
     is_cut = shrinks and footprint_at(min(largest + step, highest) if any_fits else lowest).is_cut
-    if is_cut and verdict(footprint_at(asked), budget) == "unknown":  # a deadline shrinks no batch
-        return replace(decided(asked, batches, "kept", "request"), because=_CUT)
+    if is_cut and verdict(footprint_at(asked), budget) == "unknown":  # no batch shrinks for that
+        because = _NOT_COMPILED if footprint_at(asked).is_as_written else _CUT
+        return replace(decided(asked, batches, "kept", "request"), because=because)
     if not any_fits:
         raise _does_not_fit(footprint_at(lowest), budget, request)
     if request.keep_effective_batch_size is not None:
@@ -578,6 +581,7 @@ def decide(footprint_at: Callable[[int], Footprint], budget: Budget, request: Re
 
 
 _CUT = "time was up (max_setup_seconds) before captures could tell"
+_NOT_COMPILED = "what torch.compile makes of the step was not captured"
 
 
 def _range(request: Request, *, fits: bool) -> tuple[int, int, LimitedBy]:

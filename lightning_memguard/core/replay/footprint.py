@@ -63,6 +63,7 @@ DoubtKind = Literal[
     "draws",
     "least results",
     "unchecked",
+    "compiled",
     "one draw",
     "later epochs",
     "other work",
@@ -81,9 +82,9 @@ class Doubt:
     ``values``: the batches drawn differ. ``epochs``: their largest batches do. ``shapes``: torch.compile compiles again
     for other shapes. ``draws``: the step draws sizes.
     ``least results``: how large results are. ``unchecked``: no capture has shown how the step grows to this size.
-    ``one draw``: no capture had other values. ``later epochs``: more of the model may be trained. ``other work``:
-    validation, or training, may have the peak instead. ``workers``: what their processes take. ``measurements``: what
-    runs like it have taken.
+    ``compiled``: nor what torch.compile makes of it. ``one draw``: no capture had other values. ``later epochs``: more
+    of the model may be trained. ``other work``: validation, or training, may have the peak instead. ``workers``: what
+    their processes take. ``measurements``: what runs like it have taken.
     """
 
     kind: DoubtKind
@@ -199,12 +200,17 @@ class Footprint(Shown):
 
     @property
     def is_cut(self) -> bool:
-        """Whether the deadline left out captures that would have shown more."""
-        return any(doubt.kind in ("unchecked", "one draw") for doubt in self.doubts)
+        """Whether captures that would have shown more are missing: left out at the deadline, or failed."""
+        return any(doubt.kind in ("unchecked", "compiled", "one draw") for doubt in self.doubts)
+
+    @property
+    def is_as_written(self) -> bool:
+        """Whether the step runs compiled, and no capture has shown what that takes."""
+        return any(doubt.kind == "compiled" for doubt in self.doubts)
 
     @property
     def most_shown_bytes(self) -> int:
-        """The most bytes on the device, for people: the likely ones if a deadline left a bound that says nothing."""
+        """The most bytes on the device, for people: the likely ones if, without captures, a bound says nothing."""
         most = self.most_device_bytes
         return self.peak_device_bytes if self.is_cut and most > _SAYS_NOTHING * self.peak_device_bytes else most
 

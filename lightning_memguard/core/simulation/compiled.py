@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 NOTE = Note(
     "uncompiled",
-    "predicted without torch.compile: the compiled step may take more or less, so this is not a bound",
+    "predicted without torch.compile: the compiled step may take more or less",
 )
 
 

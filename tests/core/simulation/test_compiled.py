@@ -23,12 +23,13 @@ from torch.utils.checkpoint import checkpoint
 from lightning_memguard import estimate
 from lightning_memguard.core import gpus
 from lightning_memguard.core.batch.batches import Epoch
-from lightning_memguard.core.capture.capture import Variant
+from lightning_memguard.core.capture import predict
+from lightning_memguard.core.capture.capture import OutOfTimeError, Variant
 from lightning_memguard.core.capture.curve import Curve, Terms
 from lightning_memguard.core.capture.predict import Prediction, Surveyor
 from lightning_memguard.core.capture.program import _to_be_hooked
 from lightning_memguard.core.capture.recorder import Recorder
-from lightning_memguard.core.decision.decision import Budget, Request
+from lightning_memguard.core.decision.decision import Budget, Decision, Request
 from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.core.simulation import compiled, compiled_cuda
 from lightning_memguard.core.simulation.compiled import NOTE
@@ -486,6 +487,40 @@ def test_between_the_sizes_captured_a_compiled_step_is_on_a_line():
     assert sum(found.parts.values()) == 31 * MIB
     assert curve.uncompiled().footprint_at(14).peak_allocated_bytes == 14 * MIB
     assert replace(curve, compiled={}).footprint_at(14).peak_allocated_bytes == 14 * MIB
+
+
+def late(*_: object) -> Trace:
+    raise OutOfTimeError("time was up")
+
+
+def decided_as_written(monkeypatch: pytest.MonkeyPatch, usable: int, request: Request) -> Decision:
+    """The decision on a step of 1 MiB a sample, if its capture as it is compiled comes too late."""
+    monkeypatch.setattr(predict, "capture", late)
+    monkeypatch.setattr(Surveyor, "_captured", late)
+    traces = [trace_of(size, size * MIB, NOTE) for size in (4, 8)]
+    nothing: Any = None
+    prediction = Prediction(nothing, Curve(Terms(AllocatorSettings(kind="exact")), "fake", grow(traces), reads=()))
+    return largest_that_runs(prediction, Budget(usable, usable, 0, "given"), request)[0]
+
+
+def test_without_a_capture_of_the_compiled_step_the_range_is_what_a_compiler_may_change(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = decided_as_written(monkeypatch, 100 * MIB, Request(8, kept_by="request"))
+    assert found.footprint is not None
+    assert found.footprint.peak_allocated_bytes == 8 * MIB
+    assert (found.footprint.lowest.allocated_bytes, found.footprint.highest.allocated_bytes) == (0, (8 + 2 * 8) * MIB)
+    assert found.reason.endswith(" What torch.compile makes of the step was not captured.")
+
+
+def test_what_a_compiler_may_change_shrinks_no_batch_that_was_set_and_grows_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kept = decided_as_written(monkeypatch, 10 * MIB, Request(8, kept_by="request"))
+    assert (kept.batch_size, kept.outcome, kept.verdict) == (8, "kept", "unknown")
+    assert "what torch.compile makes of the step was not captured" in kept.reason
+    grown = decided_as_written(monkeypatch, 48 * MIB, Request(4))
+    assert (grown.batch_size, grown.verdict) == (16, "fits")
 
 
 def test_the_larger_of_a_step_compiled_for_its_shape_and_for_any_is_predicted():
