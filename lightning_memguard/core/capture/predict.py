@@ -102,7 +102,7 @@ class Surveyor:
             if not any(trace.has_note("uncompiled") for trace in traces.values()):
                 return found
             found = replace(found, as_written=True)
-            if program.device.type != "cpu" and program.gpu is None:
+            if not _is_compiled_for(program):
                 return replace(found, notes=(*found.notes, "torch.compile is followed on CPUs and NVIDIA's GPUs only"))
             near = min(traces, key=lambda size: abs(size - batch_size))
             if found.method != "states" and (not found.variants or found.of_uneven_batches):
@@ -621,7 +621,11 @@ def _traces_and_growth(
     if not scalable:
         return [capture(program, asked, method)], None
     fourth_size, sizes = FAKE_SIZES[3], FAKE_SIZES[: 2 if captures.foresees or captures.rough else 3]
-    _own_first(captures, program, asked, method)
+    own = _own_first(captures, program, asked, method)
+    for size in sizes:
+        captures.start(program, size, method)
+    if own and own.has_note("uncompiled") and _is_compiled_for(program):  # which takes the longest
+        captures.start(program, asked, "compiled", replace(FIRST, answers=own.answers))
     try:
         traces = _all_captured(captures, program, sizes, method)
     except CaptureFailedError as error:
@@ -644,15 +648,21 @@ def _traces_and_growth(
         return traces, None
 
 
-def _own_first(captures: Captures, program: Program, asked: int, method: Method) -> None:
+def _own_first(captures: Captures, program: Program, asked: int, method: Method) -> Trace | None:
     """Capture the size asked for before the others, in case time runs out; if it fails there, others are tried."""
     if not captures.own_first:
-        return
+        return None
     try:
-        capture(program, asked, method)
+        return capture(program, asked, method)
     except CaptureFailedError as error:
         if error.value_needed or isinstance(error, OutOfTimeError):
             raise
+        return None
+
+
+def _is_compiled_for(program: Program) -> bool:
+    """Whether torch.compile is followed for the device of a program."""
+    return program.device.type == "cpu" or program.gpu is not None
 
 
 def _grown(program: Program, traces: list[Trace], fourth_size: int, method: Method) -> tuple[list[Trace], Growth]:

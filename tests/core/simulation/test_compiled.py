@@ -10,6 +10,7 @@ import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -24,7 +25,7 @@ from lightning_memguard import estimate
 from lightning_memguard.core import gpus
 from lightning_memguard.core.batch.batches import Epoch
 from lightning_memguard.core.capture import predict
-from lightning_memguard.core.capture.capture import OutOfTimeError, Variant
+from lightning_memguard.core.capture.capture import FIRST, Captures, OutOfTimeError, Variant
 from lightning_memguard.core.capture.curve import Curve, Terms
 from lightning_memguard.core.capture.predict import Prediction, Surveyor
 from lightning_memguard.core.capture.program import _to_be_hooked
@@ -511,6 +512,26 @@ def test_without_a_capture_of_the_compiled_step_the_range_is_what_a_compiler_may
     assert found.footprint.peak_allocated_bytes == 8 * MIB
     assert (found.footprint.lowest.allocated_bytes, found.footprint.highest.allocated_bytes) == (0, (8 + 2 * 8) * MIB)
     assert found.reason.endswith(" What torch.compile makes of the step was not captured.")
+
+
+def test_the_compiled_step_is_captured_next_to_the_small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes the longest, and needs what the step as written reads."""
+    begun: list[tuple[object, ...]] = []
+
+    class Noted(Captures):
+        def start(self, program: Any, batch_size: int, method: Any, variant: Variant = FIRST) -> None:
+            begun.append(("start", batch_size, method, variant.answers))
+
+    def waited_for(_: object, batch_size: int, method: str, *__: object) -> Trace:
+        begun.append(("wait", batch_size, method))
+        return replace(trace_of(batch_size, batch_size * MIB, NOTE), answers=(("line", (1.0,)),))
+
+    monkeypatch.setattr(predict, "capture", waited_for)
+    program: Any = SimpleNamespace(device=torch.device("cpu"))
+    predict._traces_and_growth(Noted(program, own_first=True, rough=True), program, 64, "fake", True)
+    own, *small, compiled_step = begun[:4]
+    assert (own, small) == (("wait", 64, "fake"), [("start", 4, "fake", ()), ("start", 8, "fake", ())])
+    assert compiled_step == ("start", 64, "compiled", (("line", (1.0,)),))
 
 
 def test_what_a_compiler_may_change_shrinks_no_batch_that_was_set_and_grows_none(
