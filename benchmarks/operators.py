@@ -6,16 +6,24 @@ each, in multiples of 512 as the allocator counts them. If a size depends on val
 has to be within the predicted range. Needs a CUDA build and a GPU, and about two minutes. A library that stands for the
 CUDA runtime and launches no kernel does as well: then all values are zero.
 
+With `--recording`, such calls and those of `shared/layer_calls.py` are compared with what an allocator took for them
+earlier (`recordings/calls/`), part by part, on a machine without a GPU; the CUDA build should be the recording's.
+
     python benchmarks/operators.py [part of a name ...]
+    python benchmarks/operators.py --recording recordings/calls/h100.json.gz [part of a name ...]
 """
 
 from __future__ import annotations
 
+import argparse
+import gzip
+import json
 import multiprocessing
-import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +35,7 @@ from lightning_memguard.core.capture.recorder import Recorder, watching
 from lightning_memguard.core.gpus import Gpu
 from lightning_memguard.core.simulation.fake_cuda import gpu_of
 from lightning_memguard.core.trace.scratch import up
+from shared.layer_calls import Settings, applied, of_settings
 from shared.operator_calls import Call, calls
 
 Step = tuple[int, int]
@@ -43,6 +52,7 @@ class Events(NamedTuple):
         return max((after for _, after in self.steps), default=0)
 
 
+NEAR_BYTES = 1024
 WORKSPACES = (32 << 20, 8_519_680, 1 << 20)
 """Workspaces of cuBLAS and cublasLt, which some versions take for every product and give back at once."""
 
@@ -120,37 +130,31 @@ def recorded(make: Call) -> Events:
 Answer = Any  # an error's text, or what the work returned
 
 
-def chosen() -> Iterator[tuple[str, Call]]:
-    """The calls whose names have what the command line asks for."""
-    return ((name, call) for name, call in calls() if all(part in name for part in sys.argv[1:]))
-
-
-def _answer(sender: Connection, work: Callable[[Call], Answer], first: int, prepare: Callable[[], object]) -> None:
+def _answer(sender: Connection, works: Sequence[Callable[[], Answer]], prepare: Callable[[], object]) -> None:
     prepare()
-    for place, (_, call) in enumerate(chosen()):
-        if place >= first:
-            try:
-                answer = work(call)
-            except Exception as error:  # noqa: BLE001 - a call that cannot run here
-                answer = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
-            sender.send(answer)
+    for work in works:
+        try:
+            answer = work()
+        except Exception as error:  # noqa: BLE001 - a call that cannot run here
+            answer = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
+        sender.send(answer)
 
 
 def _nothing() -> None:
     """Prepare nothing."""
 
 
-def answers(work: Callable[[Call], Answer], count: int, prepare: Callable[[], object] = _nothing) -> list[Answer]:
-    """A function's answers for every call; where its process ends, another goes on behind that call."""
+def answers(works: Sequence[Callable[[], Answer]], prepare: Callable[[], object] = _nothing) -> list[Answer]:
+    """What each function returns; where their process ends, another goes on behind the one that ended it."""
     got: list[Answer] = []
     context = multiprocessing.get_context("fork")
-    while len(got) < count:
+    while len(got) < len(works):
         receiver, sender = context.Pipe(duplex=False)
-        process = context.Process(target=_answer, args=(sender, work, len(got), prepare))
+        process = context.Process(target=_answer, args=(sender, works[len(got) :], prepare))
         process.start()
         sender.close()
         try:
-            while len(got) < count:
+            while len(got) < len(works):
                 got.append(receiver.recv())
         except EOFError:
             got.append("its process ended")
@@ -163,21 +167,70 @@ def _gpu() -> Gpu | None:
 
 
 def main() -> None:
-    """Print what differs, largest last, then how many calls are equal."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recording", type=Path, metavar="FILE", help="compare with these, rather than with a GPU")
+    parser.add_argument("parts", nargs="*", metavar="PART", help="only calls whose names have all of these")
+    options = parser.parse_args()
     warnings.simplefilter("ignore")
+    if options.recording:
+        compare_recording(options.recording, options.parts)
+    else:
+        compare_here(options.parts)
+
+
+def compare_here(parts: Sequence[str]) -> None:
+    """Print what differs, largest last, then how many calls are equal."""
     torch.backends.cuda.enable_cudnn_sdp(enabled=False)
     with multiprocessing.get_context("fork").Pool(1) as pool:
         gpu = pool.apply(_gpu)
     assert gpu is not None, "needs a CUDA build and a GPU"
-    names = [name for name, _ in chosen()]
-    ours = answers(lambda call: predicted(gpu, call), len(names))
-    theirs = answers(recorded, len(names), open_libraries)
-    compare(names, ours, theirs)
+    rows = [(name, call) for name, call in calls() if all(part in name for part in parts)]
+    ours = answers([partial(predicted, gpu, call) for _, call in rows])
+    theirs = answers([partial(recorded, call) for _, call in rows], open_libraries)
+    compare([name for name, _ in rows], ours, theirs)
     print(f"torch {torch.__version__}, compute capability {gpu.compute_capability}")
 
 
+def compare_recording(path: Path, parts: Sequence[str]) -> None:
+    """Print what differs of each part of a recording, largest last, then how many calls are equal."""
+    with gzip.open(path, "rt") as file:
+        recording = json.load(file)
+    machine, named = recording["machine"], dict(calls())
+    capability = tuple(machine["compute_capability"])
+    gpu = Gpu(machine["gpu"], machine["total_memory"], capability, machine["multiprocessors"])
+    for part, rows in recording["parts"].items():
+        some = [(settings, real) for settings, real in rows if all(each in name_of(settings) for each in parts)]
+        works = []
+        for settings, _ in some:
+            call = named[settings] if isinstance(settings, str) else of_settings(part, settings)
+            works.append(partial(predicted_under, settings, gpu, call))
+        theirs = [real if isinstance(real, str) else events_of([change(*each) for each in real]) for _, real in some]
+        print(f"\n{part}")
+        compare([name_of(settings) for settings, _ in some], answers(works), theirs)
+    print(
+        f"\nrecorded: torch {machine['torch']}, cuDNN {machine['cudnn']}, {gpu.name}; here: torch {torch.__version__}"
+    )
+
+
+def predicted_under(settings: Settings | str, gpu: Gpu, call: Call) -> tuple[Events, ...]:
+    with applied(settings):
+        return predicted(gpu, call)
+
+
+def name_of(settings: Settings | str) -> str:
+    """A call's name and settings."""
+    if isinstance(settings, str):
+        return settings
+    kept = {key: value for key, value in settings.items() if key != "name" and value not in (False, None)}
+    return " ".join((settings["name"], *(f"{key}={value}".replace(" ", "") for key, value in kept.items())))
+
+
+def change(action: str, nbytes: int) -> int:
+    return nbytes if action == "alloc" else -nbytes
+
+
 def compare(names: Sequence[str], ours: Sequence[Answer], theirs: Sequence[Answer]) -> None:
-    failed, peaks, lists, within = 0, 0, 0, 0
+    failed, peaks, near, lists, within, worst = 0, 0, 0, 0, 0, 0
     rows: list[tuple[int, str]] = []
     for name, events, real in zip(names, ours, theirs, strict=True):
         if isinstance(real, str) or isinstance(events, str):
@@ -185,16 +238,19 @@ def compare(names: Sequence[str], ours: Sequence[Answer], theirs: Sequence[Answe
             rows.append((-1, f"{name}: {real if isinstance(real, str) else f'predicted: {events}'}"))
             continue
         low, point, high = events
-        exact = low == high
-        inside = not exact and low.peak <= real.peak <= high.peak
+        difference = abs(point.peak - real.peak)
+        inside = low.peak <= real.peak <= high.peak
         within += inside
-        peaks += point.peak == real.peak or inside
-        lists += point.steps == real.steps or inside
-        if not inside and point.steps != real.steps:
-            rows.append((abs(point.peak - real.peak), _difference(name, point, real)))
+        peaks += not difference
+        near += difference <= NEAR_BYTES
+        worst = max(worst, difference)
+        lists += point.steps == real.steps
+        if point.steps != real.steps:
+            rows.append((difference, f"{'' if inside else '! '}{_difference(name, point, real)}"))
     for _, row in sorted(rows):
         print(row)
-    print(f"{len(names)} calls, {failed} did not run; peak equal: {peaks}, list too: {lists}; {within} within a range")
+    print(f"{len(names)} calls, {failed} did not run; peak equal: {peaks}, within 1 KiB: {near}, list equal: {lists}")
+    print(f"recorded peak in the range: {within}, else marked !; the worst is {worst:,} bytes off")
 
 
 def _difference(name: str, point: Events, real: Events) -> str:
