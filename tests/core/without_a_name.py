@@ -197,8 +197,7 @@ ESTIMATED = {
 }
 COMPILED_FOR_A_GPU = (
     *("torch.cuda._", "torch._dynamo.device_interface", "torch._inductor.runtime.hints", "torch._inductor.scheduler"),
-    *("torch._inductor.fx_passes", "torch.utils._triton", "torch._C._select_conv", "torch._C._conv_determine"),
-    *("torch._C._ConvBackend", "torch.library.Library._destroy"),
+    *("torch._inductor.fx_passes", "torch.utils._triton", "torch.library.Library._destroy"),
 )
 ESTIMATED |= dict.fromkeys(COMPILED_FOR_A_GPU, ("H200", "compiled"))
 COMPILED = (

@@ -42,7 +42,7 @@ def compiling_for(gpu: Gpu) -> Iterator[None]:
     hints.DeviceProperties.create.__func__.cache_clear()  # of another GPU
     inductor: Any = importlib.import_module("torch._inductor.config")
     with ExitStack() as exits:
-        for home, name, instead in (*_of_cuda(), *_of_triton(), *_of_kernels(), *_of_cudnn(), *_as_traced()):
+        for home, name, instead in (*_of_cuda(), *_of_triton(), *_of_kernels(), *_as_traced()):
             exits.enter_context((added if home is torch._C else patched)(home, **{name: instead}))
         exits.enter_context(inductor.patch(shape_padding=False))  # it is timed on the device
         exits.enter_context(_attention_of(gpu))
@@ -132,39 +132,6 @@ def _of_kernels() -> Iterator[_Patch]:
     recurrent = port.recurrent_functions()
     for name in port.RECURRENT:  # Dynamo leaves these layers as they are
         yield recurrent, name, torch.compiler.disable(getattr(recurrent, name))
-
-
-def _of_cudnn() -> Iterator[_Patch]:
-    """The layout of convolutions' results in a build without CUDA: Inductor plans with it, as fake tensors show it.
-
-    `_select_conv_backend` in aten/src/ATen/native/Convolution.cpp, `cudnn_conv_suggest_memory_format` in ConvUtils.h.
-    """
-    c: Any = torch._C
-    select, layout_of, backends = c._select_conv_backend, c._conv_determine_backend_memory_format, c._ConvBackend
-    slow = {backend for name, backend in backends.__members__.items() if name.startswith("Slow")}
-
-    def has_channels_last(*tensors: Tensor) -> bool:
-        orders = {port.suggested_format(each) for each in tensors if each.dtype != torch.float64}
-        return not orders <= {torch.contiguous_format}
-
-    def select_backend(x: Tensor, weight: Tensor, *args: object, **kwargs: object) -> Any:
-        found = select(x, weight, *args, **kwargs)
-        is_depthwise = found in (backends.CudaDepthwise2d, backends.CudaDepthwise3d)
-        runs_cudnn = has_channels_last(x, weight) if is_depthwise else found in slow
-        return backends.Cudnn if x.is_cuda and runs_cudnn else found
-
-    def layout(x: Tensor, weight: Tensor, backend: object) -> torch.memory_format:
-        if backend != backends.Cudnn:
-            return layout_of(x, weight, backend)  # type: ignore[no-any-return]
-        last = torch.channels_last if x.dim() == _IMAGES else torch.channels_last_3d
-        return last if has_channels_last(x, weight) else torch.contiguous_format
-
-    if torch.version.cuda is None:
-        yield c, "_select_conv_backend", select_backend
-        yield c, "_conv_determine_backend_memory_format", layout
-
-
-_IMAGES = 4  # dimensions
 
 
 @contextmanager

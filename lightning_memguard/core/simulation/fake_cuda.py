@@ -20,7 +20,7 @@ from torch.library import Library
 from torch.overrides import TorchFunctionMode
 
 from lightning_memguard.core import torch_port as port
-from lightning_memguard.core.foreign import aten, gaps, nothing, patched
+from lightning_memguard.core.foreign import added, aten, gaps, nothing, patched
 from lightning_memguard.core.gpus import Gpu
 from lightning_memguard.core.isolation.pool import is_forked
 from lightning_memguard.core.simulation import cudnn_rnn, quantized, sdpa, streams
@@ -120,6 +120,7 @@ def simulated_cuda(gpu: Gpu) -> Iterator[None]:
         for home, name, _ in _PATCHED:  # functions of `torch.nn.functional` call these outside of any mode
             if hasattr(home, name):
                 exits.enter_context(patched(home, **{name: _overriding(getattr(home, name))}))
+        exits.enter_context(added(torch._C, **_convolutions()))
         _simulated.append(gpu)
         exits.callback(_simulated.pop)
         yield
@@ -165,6 +166,39 @@ def _torch_accelerator_of(answers: dict[str, Function]) -> dict[str, Function]:
     }
 
 
+def _convolutions() -> dict[str, Function]:
+    """How fake tensors, and Inductor with them, know the layout of a convolution's results.
+
+    Without a device torch gives none to cuDNN in bfloat16, and in a build without CUDA none at all: see
+    `_select_conv_backend` in aten/src/ATen/native/Convolution.cpp, `cudnn_conv_suggest_memory_format` in ConvUtils.h.
+    """
+    c: Any = torch._C
+    if not (hasattr(c, "_select_conv_backend") and hasattr(c, "_conv_determine_backend_memory_format")):
+        return {}
+    select, layout_of, backends = c._select_conv_backend, c._conv_determine_backend_memory_format, c._ConvBackend
+    slow = {backend for name, backend in backends.__members__.items() if name.startswith("Slow")}
+
+    def has_channels_last(*tensors: Tensor) -> bool:
+        orders = {port.suggested_format(each) for each in tensors if each.dtype != torch.float64}
+        return not orders <= {torch.contiguous_format}
+
+    def select_backend(*args: Any, **kwargs: Any) -> Any:
+        x, weight = args[:2] or (kwargs["input"], kwargs["weight"])
+        found = select(*args, **kwargs)
+        is_depthwise = found in (backends.CudaDepthwise2d, backends.CudaDepthwise3d)
+        runs_cudnn = has_channels_last(x, weight) if is_depthwise else found in slow
+        return backends.Cudnn if x.is_cuda and torch.backends.cudnn.enabled and runs_cudnn else found
+
+    def layout(x: Tensor, weight: Tensor, backend: object) -> torch.memory_format:
+        if backend not in (backends.Cudnn, backends.CudnnTranspose):
+            return layout_of(x, weight, backend)  # type: ignore[no-any-return]
+        last = torch.channels_last if x.dim() == _IMAGES else torch.channels_last_3d
+        return last if has_channels_last(x, weight) else torch.contiguous_format
+
+    return {"_select_conv_backend": select_backend, "_conv_determine_backend_memory_format": layout}
+
+
+_IMAGES = 4  # dimensions
 _COMMANDS = ("set_device", "empty_cache", "manual_seed", "manual_seed_all")
 _COUNTERS = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
 _RESETS = ("reset_peak_memory_stats", "reset_max_memory_allocated")

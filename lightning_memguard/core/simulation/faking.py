@@ -260,7 +260,7 @@ def _moving(original: Function) -> Function:
         with torch.no_grad():
             result = fn(parameter)
         if result is parameter or (result.device == parameter.device and result.dtype == parameter.dtype):
-            return parameter
+            return _in_order_of(result, parameter)
         if id(parameter) not in moved:
             moved[id(parameter)] = parameter, nn.Parameter(result, parameter.requires_grad)
             copy_attributes(parameter, moved[id(parameter)][1])
@@ -268,6 +268,13 @@ def _moving(original: Function) -> Function:
         return moved[id(parameter)][1]
 
     return apply
+
+
+def _in_order_of(result: Tensor, parameter: nn.Parameter) -> nn.Parameter:
+    """The very parameter, in the memory format of what it was moved to."""
+    if result.stride() != parameter.stride():
+        parameter.data = result
+    return parameter
 
 
 def call(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:

@@ -366,6 +366,15 @@ def test_a_move_that_changes_nothing_keeps_the_very_parameters(mode):
     assert all(mine is theirs for mine, theirs in zip(before, module_copy.parameters(), strict=True))
 
 
+def test_a_move_to_channels_last_keeps_the_very_parameters_in_the_new_order(mode):
+    module_copy = fake_copy(nn.Conv2d(4, 8, 3), mode, CPU)
+    weight = module_copy.weight
+    module_copy.to(memory_format=torch.channels_last)
+    assert module_copy.weight is weight
+    assert weight.is_contiguous(memory_format=torch.channels_last)
+    assert weight.requires_grad
+
+
 def test_real_modules_move_as_ever_meanwhile(mode):
     with torch.utils._python_dispatch._disable_current_modes():
         module = nn.Linear(2, 2)

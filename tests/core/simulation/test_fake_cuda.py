@@ -281,6 +281,19 @@ def batch_norms(seen: Operators) -> set[str]:
     return {name for name in seen.names if "batch_norm" in name}
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("groups", [1, 8])
+def test_cudnn_keeps_images_in_channels_last(dtype: torch.dtype, groups: int) -> None:
+    with simulating():
+        layer = nn.Conv2d(8, 8, 3, groups=groups, device="cuda", dtype=dtype)
+        x = torch.randn(2, 8, 6, 6, device="cuda", dtype=dtype, requires_grad=True)
+        assert layer(x).is_contiguous()
+        layer.to(memory_format=torch.channels_last)
+        y = layer(x)
+        for each in (y, *torch.autograd.grad(y.sum(), (x, layer.weight))):
+            assert each.is_contiguous(memory_format=torch.channels_last)
+
+
 def test_batch_norm_of_images_is_cudnns() -> None:
     with simulating() as seen:
         nn.BatchNorm2d(3, device="cuda")(torch.ones(2, 3, 4, 4, device="cuda")).sum().backward()
