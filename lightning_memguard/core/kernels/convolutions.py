@@ -66,10 +66,17 @@ _TRANSPOSED: dict[cudnn.Operation, cudnn.Operation] = {"forward": "input", "inpu
 
 
 def _takes_channels_last(x: Tensor, weight: Tensor) -> bool:
-    """`cudnn_conv_suggest_memory_format` (aten/src/ATen/native/ConvUtils.h): never for float64."""
+    """`cudnn_conv_suggest_memory_format` (aten/src/ATen/native/ConvUtils.h): never for float64.
+
+    A sequence is made contiguous before it is asked (`_convolution` in aten/src/ATen/native/Convolution.cpp).
+    """
     if x.element_size() == 8 or weight.element_size() == 8:
         return False
-    return any(suggests_channels_last(*as_images(tensor)) for tensor in (x, weight))
+    asked = (weight,) if x.dim() == _SEQUENCES else (x, weight)
+    return any(suggests_channels_last(*as_images(tensor)) for tensor in asked)
+
+
+_SEQUENCES = 3  # dimensions
 
 
 def _copy_bytes(tensor: Tensor, channels_last: bool) -> int:
@@ -81,7 +88,7 @@ def _is_depthwise(call: CudaCall) -> bool:
     """`is_depthwise` (aten/src/ATen/native/Convolution.cpp)."""
     x, groups = call["input"], call["groups"]
     grouped = groups > 1 and x.shape[1] == groups and call["weight"].shape[0] % groups == 0
-    return bool(grouped and x.dim() in (4, 5) and not call["transposed"])
+    return bool(grouped and not call["transposed"])
 
 
 def _has_own_kernel(call: CudaCall, channels_last: bool) -> bool:
@@ -91,20 +98,20 @@ def _has_own_kernel(call: CudaCall, channels_last: bool) -> bool:
 
 def _is_fast_in_cudnn(call: CudaCall) -> bool:
     """`check_cudnn_depthwise_workload_with_filter` (Convolution.cpp): float16 images of 32 channels or more."""
-    x, window = call["input"], tuple(call["weight"].shape[-2:])
+    x, window = call["input"], as_images(call["weight"])[0][-2:]
+    shape, stride = as_images(x)[0], in_image(call["stride"], x, 1)
     is_half = str(x.dtype) == "torch.float16" and call.target.compute_capability >= (7, 0)
-    if not is_half or x.dim() != 4 or x.shape[1] < 32 or set(call["dilation"]) != {1}:
+    if not is_half or len(shape) != 4 or shape[1] < 32 or set(call["dilation"]) != {1}:
         return False
-    stride = in_image(call["stride"], x, 1)
-    if x.shape[2] == 1 and stride[1] == 1:
+    if shape[2] == 1 and stride[1] == 1:
         return True
-    if stride not in ((1, 1), (2, 2)) or window not in ((1, 1), (3, 3), (5, 5)) or x.shape[3] < 7:
+    if stride not in ((1, 1), (2, 2)) or window not in ((1, 1), (3, 3), (5, 5)) or shape[3] < 7:
         return False
-    return stride == (1, 1) or _is_fast_at_stride_2(x, window[0])
+    return stride == (1, 1) or _is_fast_at_stride_2(shape, window[0])
 
 
-def _is_fast_at_stride_2(x: Tensor, window: int) -> bool:
-    images, channels, _, columns = x.shape
+def _is_fast_at_stride_2(shape: tuple[int, ...], window: int) -> bool:
+    images, channels, _, columns = shape
     if window == 1:
         return columns <= 28 if images == 1 else images <= 16 and channels >= 128 and columns <= 7
     return images == 1 or channels >= 512 or (channels >= 256 and columns >= 28)
@@ -125,14 +132,17 @@ def _convolution(call: CudaCall) -> Scratch:
 def _convolution_backward(call: CudaCall) -> Scratch:
     """`cudnn_convolution_backward` (aten/src/ATen/native/cudnn/ConvShared.cpp), then the bias' gradient as a sum.
 
-    Input and gradient are brought into one layout for both; the weight for the input's gradient alone.
+    Input and gradient are brought into one layout for both; the weight for the input's gradient alone. The copy of a
+    sequence lives to the end.
     """
     grad, x, weight, mask = call["grad_output"], call["input"], call["weight"], call["output_mask"]
     if x.dim() < 3 or not x.numel():
         return NONE
     channels_last = _takes_channels_last(x, weight)
     depthwise = _has_own_kernel(call, channels_last)
-    held = (_copy_bytes(grad, channels_last), _copy_bytes(x, channels_last) if mask[1] or depthwise else 0)
+    is_sequence = x.dim() == _SEQUENCES
+    copied = _copy_bytes(x, channels_last) if mask[1] or depthwise or is_sequence else 0
+    held = (copied, _copy_bytes(grad, channels_last))
     stages: list[tuple[Block, ...]] = []
     if mask[0]:
         stages.append((*held, _copy_bytes(weight, channels_last), _workspace("input", call)))
@@ -140,9 +150,8 @@ def _convolution_backward(call: CudaCall) -> Scratch:
         stages.append((*held, _workspace("weight", call)))
     if mask[2]:
         dims = frozenset(range(grad.dim())) - {1}
-        stages.append(
-            reduction(TensorLayout.of(grad), dims, accumulator_bytes(grad), call.target, out=grad.element_size())
-        )
+        taken = reduction(TensorLayout.of(grad), dims, accumulator_bytes(grad), call.target, out=grad.element_size())
+        stages.append((copied, *taken) if is_sequence else taken)
     if len(call.results) != len(stages):
         return after(*stages)
     between = {place: moments((stage,)) for place, stage in enumerate(stages[:-1]) if any(stage)}

@@ -620,6 +620,16 @@ def test_depthwise_convolutions_are_pytorchs_own_unless_in_channels_last(asked):
     assert [question.channels_last for question in asked] == [True]
 
 
+def test_depthwise_convolutions_of_sequences_are_pytorchs_own_but_in_float16(asked):
+    x, weight, y = tensor(2, 32, 20), tensor(32, 1, 3), tensor(2, 32, 20)
+    sequences = (x, weight, None, [1], [1], [1], False, [0], 32)
+    assert rule("convolution", sequences, y) == NONE
+    assert rule("convolution_backward", (y, x, weight, None, *sequences[3:], [True, True, False]), [x, weight]) == NONE
+    assert asked == []
+    rule("convolution", (x.half(), weight.half(), *sequences[2:]), y.half())
+    assert len(asked) == 1
+
+
 @pytest.mark.usefixtures("asked")
 def test_without_cudnn_a_table_knows_the_usual_shares():
     x, weight, y = tensor(8, 64, 56, 56), tensor(64, 64, 3, 3), tensor(8, 64, 56, 56)
@@ -643,9 +653,19 @@ def test_a_weight_in_channels_last_brings_the_input_along():
 
 
 @pytest.mark.usefixtures("without_workspaces")
-def test_sequences_with_features_last_are_channels_last():
-    sequence = tensor(2, 20, 8).transpose(1, 2)
-    assert blocks(rule("convolution", conv(sequence, tensor(16, 8, 3)), tensor(2, 16, 20))) == [16 * 8 * 3 * 4]
+def test_sequences_with_features_last_are_copied_and_the_copy_lives_to_the_end_of_the_backward_pass():
+    sequence, weight, copied = tensor(2, 20, 8).transpose(1, 2), tensor(16, 8, 3), 2 * 20 * 8 * 4
+    y = tensor(2, 16, 20)
+    assert blocks(rule("convolution", conv(sequence, weight), y)) == [copied]
+    backward = conv_backward(y, sequence, weight, [True, False, True])
+    scratch = rule("convolution_backward", backward, [tensor(2, 8, 20), tensor(16)])
+    assert (scratch.between, scratch.after) == ({0: ((copied,),)}, ((copied,),))
+
+
+def test_sequences_with_features_last_are_not_in_channels_last_for_cudnn(asked):
+    sequence, weight = tensor(2, 20, 8).transpose(1, 2), tensor(16, 8, 1)
+    rule("convolution", conv(sequence, weight), tensor(2, 16, 20))
+    assert [question.channels_last for question in asked] == [False]
 
 
 @pytest.mark.usefixtures("without_workspaces")
