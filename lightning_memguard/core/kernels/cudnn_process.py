@@ -33,9 +33,11 @@ _KIB = 1 << 10
 # Engines that the heuristics name without a device, but only a device tells whether they run, so the list comes without
 # them: they are in the messages alone. Their numbers are the same in cuDNN 9.8 to 9.26. On an H100 (cuDNN 9.19) they
 # ran wherever they are named first: one for 1x1 convolutions as a tensor contraction, one for each channel apart, which
-# takes no workspace.
+# takes no workspace. For a weight's gradient in groups they ran in four of five layers, and in channels last in four of
+# four (`benchmarks/recordings/calls/`), where they add up sums of eight parts of each image, by 32 channels.
 _CONTRACTIONS = {"forward": 58, "input": 63, "weight": 62}
-_OF_CHANNELS = {"forward": 5, "input": 6}
+_OF_CHANNELS = {"forward": (5,), "input": (6,), "weight": (16, 19)}
+_PARTS, _CHANNELS = 8, 32
 _CONTRACTION_BYTES, _ACCUMULATOR_BYTES = 400, 4  # at most three descriptors of tensors; float32
 _TILE, _SMALL_TILE, _STEP, _MANY_CHANNELS = 128, 64, 64, 1024
 _INFO = 3  # cudnnSeverity_t
@@ -258,8 +260,8 @@ def _listen(_severity: int, _data: int, _origin: int, message: int) -> None:
 _LISTENER = ctypes.CFUNCTYPE(None, ctypes.c_int, _POINTER, _POINTER, _POINTER)(_listen)
 
 
-def _named_first(graph: _Descriptor, device: _Descriptor, engine: int) -> bool:
-    """Whether an engine is named before all configurations that can be checked."""
+def _named_first(graph: _Descriptor, device: _Descriptor, *engines: int) -> bool:
+    """Whether one of these engines is named before all configurations that can be checked."""
     library, first = _Descriptor.library, _Descriptor(_CONFIGURATION)
     heuristics = _heuristics(graph, device, _HEURISTIC_MODES[0])
     _heard.clear()
@@ -268,20 +270,29 @@ def _named_first(graph: _Descriptor, device: _Descriptor, engine: int) -> bool:
         heuristics.read(202, _A_DESCRIPTOR, (_POINTER * 1)(first.pointer))
     finally:
         library.cudnnSetCallback(0, None, _LISTENER)
-    return any(b'"engineId":%d,' % engine in line for line in _heard)
+    return any(b'"engineId":%d,' % engine in line for engine in engines for line in _heard)
 
 
 def _unlisted(asked: dict[str, Any], graph: _Descriptor, device: _Descriptor) -> list[int]:
     """The workspace of an engine that is not in the list, if it is the first one; else none."""
     operation, on_tensor_cores = asked["operation"], asked["kind"] != "float32" or asked["tf32"]
-    if asked["weight"][1] == 1 < asked["x"][1]:
-        is_first = operation in _OF_CHANNELS and _named_first(graph, device, _OF_CHANNELS[operation])
-        return [0] if is_first else []
+    if asked["weight"][1] < asked["x"][1]:
+        takes_groups = operation == "weight" or asked["weight"][1] == 1
+        is_first = takes_groups and _named_first(graph, device, *_OF_CHANNELS[operation])
+        return [_partial_sums(asked) if operation == "weight" else 0] if is_first else []
     if math.prod(asked["weight"][2:]) > 1 or not (on_tensor_cores or tuple(asked["capability"]) < (8, 0)):
         return []
     if not _named_first(graph, device, _CONTRACTIONS[operation]):
         return []
     return [_CONTRACTION_BYTES + _accumulators(asked) * _ACCUMULATOR_BYTES]
+
+
+def _partial_sums(asked: dict[str, Any]) -> int:
+    """Bytes of the sums that the gradient of a grouped weight keeps apart."""
+    out, *window = asked["weight"]
+    channels = -(-out // _CHANNELS) * _CHANNELS if asked["channels_last"] else 0
+    sums: int = asked["x"][0] * _PARTS * channels * math.prod(window)
+    return sums * _ACCUMULATOR_BYTES
 
 
 def _accumulators(asked: dict[str, Any]) -> int:

@@ -99,6 +99,37 @@ def test_an_h100s_workspaces_are_those_that_were_recorded(operation, image, weig
     assert (cudnn.workspaces(asked) or ())[0] == nbytes
 
 
+@pytest.mark.skipif(cudnn.version() // 100 != 919, reason="needs the cuDNN of the recording, 9.19")
+@pytest.mark.parametrize(
+    ("image", "window", "stride", "channels_last", "nbytes"),
+    [
+        ((64, 116, 28, 28), 3, 2, True, 2_359_296),
+        ((32, 32, 112, 112), 3, 1, True, 294_912),
+        ((16, 816, 19, 19), 5, 1, True, 10_649_600),
+        ((16, 728, 19, 19), 3, 1, False, 0),
+    ],
+)
+def test_a_depthwise_weights_gradient_takes_the_workspace_that_was_recorded(
+    image, window, stride, channels_last, nbytes
+):
+    """In `benchmarks/recordings/calls/h100.json.gz`."""
+    images, channels, *size = image
+    asked = replace(
+        QUESTION,
+        operation="weight",
+        x=image,
+        weight=(channels, 1, window, window),
+        y=(images, channels, *(each // stride for each in size)),
+        kind="bfloat16" if channels_last else "float16",
+        channels_last=channels_last,
+        padding=(window // 2,) * 2,
+        stride=(stride, stride),
+        capability=(9, 0),
+        multiprocessors=132,
+    )
+    assert (cudnn.workspaces(asked) or ())[0] == nbytes
+
+
 @INSTALLED
 def test_without_tf32_no_contraction_is_expected():
     shapes = {"x": (64, 64, 56, 56), "weight": (256, 64, 1, 1), "y": (64, 256, 56, 56), "padding": (0, 0)}
