@@ -110,7 +110,9 @@ PORT_FILES = {port.rpartition(".")[2] for port in PORTS}
 def private_names() -> Iterator[tuple[str, str]]:
     """Private names that are read of something which is none of ours, with the place."""
     files = [file for file in sorted(PACKAGE.rglob("*.py")) if file.stem not in PORT_FILES]
-    nodes = {file: [each for each in ast.walk(ast.parse(file.read_text())) if isinstance(each, NAMING)] for file in files}
+    nodes = {
+        file: [each for each in ast.walk(ast.parse(file.read_text())) if isinstance(each, NAMING)] for file in files
+    }
     known = {name for each in nodes.values() for node in each for name in defined(node)} | NOT_FOREIGN | IF_THERE
     for file, each in nodes.items():
         for node in each:
