@@ -95,10 +95,10 @@ class HostUse:
         most_bytes: of all parts together, at most.
         budget: what the host offers; None on the CPU.
         shared_bytes: what is in /dev/shm at once.
-        late_bytes: what may be there in addition for a moment: batches that were used, until their workers let go.
         shared_budget: what /dev/shm offers; None without one.
         remedies: settings of loaders that would take less, with the bytes that they save, in plain words.
         of_saving: such settings of checkpoints.
+        late_bytes: what may be in /dev/shm in addition for a moment: used batches, until their workers let go.
     """
 
     parts: Mapping[str, int]
