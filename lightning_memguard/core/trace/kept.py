@@ -20,6 +20,7 @@ class Kept:
         fixed_bytes: of each batch, whatever its size.
         sample_bytes: in addition, of each sample.
         on_host: whether it is the host's memory of a run on another device.
+        stays: whether what a validation leaves is there until the next one, next to training.
     """
 
     holder: str
@@ -30,6 +31,7 @@ class Kept:
     fixed_bytes: int
     sample_bytes: float = 0.0
     on_host: bool = False
+    stays: bool = False
 
     def bytes_at(self, batch_size: int) -> int:
         """Bytes that a batch of a size leaves behind."""

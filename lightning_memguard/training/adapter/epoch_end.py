@@ -171,8 +171,12 @@ def run_hook(
     lists: Lists,
     batches: int,
     in_all: int,
-) -> None:
-    """Run a hook at the end of an evaluation, as Lightning calls it; if it raises, count copies of what is kept."""
+) -> bool:
+    """Run a hook at the end of an evaluation, as Lightning calls it; if it raises, count copies of what is kept.
+
+    Returns:
+        Whether it ran.
+    """
     name, kept = f"{type(owner).__name__}.{hook}", recorder.alive_bytes
     try:
         _check(in_all)
@@ -182,6 +186,8 @@ def run_hook(
     except Exception as error:  # noqa: BLE001 - the user's code may raise anything, and often needs values here
         recorder.assume(_not_run(name, _why(error)))
         recorder.expect(COPIES * max(0, kept), "activations", at_most=True)
+        return False
+    return True
 
 
 def run_after_training(

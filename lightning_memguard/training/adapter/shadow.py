@@ -14,7 +14,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -536,6 +536,17 @@ class PhaseMarkerMixin:
             found.append(Kept(holder.name, line, holder in graphs, when, lasts, sum(made.values()) // len(steps)))
         return tuple(sorted(found, key=lambda kept: -kept.fixed_bytes))
 
+    def kept_after_hooks(self, module: LightningModule) -> tuple[Kept, ...]:
+        """What an evaluation has left behind, with what of it stays once its hooks have run; metrics are reset."""
+        left = self.recorder.left_by(range(len(self.alive_bytes)))
+        stays = {
+            holder
+            for holder, thing, *_ in holdings(roots_of(module) if self.recorder.kept else {})
+            if isinstance(thing, torch.Tensor) and port.storage_id(thing.untyped_storage()) in left
+        }
+        names = {each.name for each in stays if not isinstance(each.owner, Metric)}
+        return tuple(replace(each, stays=each.holder in names) for each in self.recorder.kept)
+
     def on_before_zero_grad(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         self.label_gradients(trainer, pl_module)
         self.recorder.mark("zero_grad")
@@ -626,11 +637,17 @@ class PhaseMarkerMixin:
         count = min(count, self.limit * self.loaders) if type(self.limit) is int else int(count * self.limit)
         seen = len(self.alive_bytes) * self.loaders
         owners, lists, in_all = self.owners(trainer, pl_module), self.lists, max(seen, count)
-        for hook in AT_EPOCH_END[self.program.stage]:
-            for owner in owners:
-                if has_own(owner, hook) and (owner is pl_module or only_computes(owner, hook, pl_module)):
-                    run_hook(trainer, pl_module, owner, hook, self.recorder, lists, seen, in_all)
+        ran = [
+            run_hook(trainer, pl_module, owner, hook, self.recorder, lists, seen, in_all)
+            for hook in AT_EPOCH_END[self.program.stage]
+            for owner in owners
+            if has_own(owner, hook) and (owner is pl_module or only_computes(owner, hook, pl_module))
+        ]
         self.bound_collected(trainer, in_all)
+        if not all(ran):
+            raise StepsDone  # one that did not may have emptied what the others have left
+        with self.recorder.paused(), DisableTorchFunction():
+            self.recorder.kept = attempt(lambda: self.kept_after_hooks(pl_module)).value or self.recorder.kept
         raise StepsDone  # what follows needs values
 
     on_test_epoch_end = on_predict_epoch_end = on_validation_epoch_end

@@ -24,7 +24,7 @@ from lightning_memguard.core.trace.trace import PARTIAL, WORTH_A_NOTE, Note, Tra
 from lightning_memguard.errors import CannotTraceError
 from lightning_memguard.training.adapter import callbacks
 from lightning_memguard.training.adapter.epoch_end import runs_here
-from lightning_memguard.training.data.loaders import LoaderInfo
+from lightning_memguard.training.data.loaders import LoaderInfo, batches_taken
 from lightning_memguard.training.data.samples import note_on_cache
 from lightning_memguard.training.data.workers import ranks_of_host
 from lightning_memguard.training.facts.ranks import Attempt, attempt
@@ -72,6 +72,7 @@ class RunProfile:
         trims: whether glibc is made to return freed blocks while it runs.
         differ: whether its batches differ in size; what its GPU then caches over an epoch is known in ``epochs``.
         epochs: by batch size, epochs that were replayed.
+        left: bytes that a validation has left behind and that are there while the run trains, at least and most likely.
     """
 
     run: Run
@@ -91,6 +92,7 @@ class RunProfile:
     trims: bool = False
     differ: bool = False
     epochs: Mapping[int, CacheEpoch] = field(default_factory=dict)
+    left: tuple[int, int] = (0, 0)
 
     @property
     def facts(self) -> RunFacts:
@@ -224,6 +226,10 @@ class RunProfile:
         An epoch that fails at a size is taken to fail from three quarters of that size on.
         """
         step, epochs = self.prediction.footprint_at(batch_size), self.epochs
+        if any(self.left):
+            least, likely = (step.plus(nbytes, "activations") for nbytes in self.left)
+            note = f"a validation leaves {format_bytes(self.left[1])} behind, which are there while the run trains"
+            step = likely.doubted("other work", least.lowest, note=note)
         failed = [size for size, each in epochs.items() if not each.fits and _FAILS_FROM * size < batch_size]
         epoch = epochs.get(batch_size) or epochs.get(min(failed, default=0))
         if epoch:
@@ -340,6 +346,7 @@ def profile_of(reading: Reading, captures: Captures) -> RunProfile:
     between = tuple(trace.alive_between_steps(gradients=True)) if on_cpu and trace else ()
     own_loop = bool(reading.workers and reading.workers.loop)
     curves = (prediction, *([validation.value.prediction] if validation.value else []))
+    kept = tuple(kept for each in curves for kept in _kept_by_batches(each))
     return RunProfile(
         run,
         prediction,
@@ -359,9 +366,22 @@ def profile_of(reading: Reading, captures: Captures) -> RunProfile:
             ranks=ranks_of_host(run.facts),
         ),
         notes=(*reading.notes, *_notes_on_validation(validation), *_notes_on_callbacks(run)),
-        kept=tuple(kept for each in curves for kept in _kept_by_batches(each)),
+        kept=kept,
         differ=reading.differ,
+        left=attempt(lambda: _left_by_validation(run, kept)).value or (0, 0),
     )
+
+
+def _left_by_validation(run: Run, kept: Iterable[Kept]) -> tuple[int, int]:
+    """Bytes that a validation leaves for the training: at least those of the sanity check, which all epochs follow."""
+    facts, info = run.facts, run.validation_info
+    batches = info and batches_taken(facts, info, info.batch_size)
+    of_batch = sum(each.bytes_at(info.batch_size) for each in kept if each.stays) if info else 0
+    once = (
+        facts.check_val_every_n_epoch == 1 and facts.val_check_interval == 1.0 and run.program.trainer.max_epochs == 1
+    )
+    checked = int(min(facts.sanity_steps, batches or 0))
+    return of_batch * checked, of_batch * (checked if once else batches or 0)
 
 
 def _notes_on_validation(validation: Attempt[ValidationRun]) -> Iterator[Note]:

@@ -532,6 +532,25 @@ def test_a_training_whose_sizes_depend_on_values_has_its_validation_predicted(tr
 # -- which of the two has the peak
 
 
+@pytest.mark.parametrize("empties", [False, True])
+def test_what_a_validation_leaves_is_there_in_the_next_epoch(
+    evaluated: Any, wide_data: Any, as_measured: Any, empties: bool
+) -> None:
+    class Keeps(evaluated):
+        def on_validation_epoch_start(self) -> None:
+            self.outputs = []
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.outputs.append(self.net[:2](batch[0]).repeat(1, 5))
+
+        def on_validation_epoch_end(self) -> None:
+            if empties:
+                self.outputs.clear()
+
+    found = as_measured(fit(lambda: Keeps(adam=True), wide_data, wide_data, 64), max_epochs=2).footprint
+    assert any("behind, which are there while the run trains" in note for note in found.notes) is not empties
+
+
 def test_validation_that_may_take_more_hides_no_step_that_likely_does(
     evaluated: Any, wide_data: Any, as_measured: Any
 ) -> None:
