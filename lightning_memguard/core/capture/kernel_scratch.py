@@ -76,8 +76,8 @@ class KernelScratch:
         self.kernels: list[Kernel] = []
         self.spans: list[ScratchSpan] = []
         self._blocks = 0  # numbered below zero: how many there are may change with the batch size
-        self._cublas: set[bool] = set()  # if a handle is open: in the backward pass or not
-        self._cublas_lt: set[bool] = set()  # likewise
+        self._cublas: set[tuple[bool, int]] = set()  # if a handle is open: in the backward pass or not, on a stream
+        self._cublas_lt: set[tuple[bool, int]] = set()  # likewise
         self._has_dropout_state = False  # of cuDNN's RNNs, one for the process
         self.is_autotuned = False
         self.largest_product = 0
@@ -152,26 +152,23 @@ class KernelScratch:
             self.padded = max(self.padded, sum(each.numel() * each.element_size() for each in (first, second, out)))
 
     def _open_cublas(self, operator: str, kernel_target: CudaTarget, *, uses_lt: bool) -> None:
-        """Forward and backward pass run in different threads, each with a cuBLAS handle and its workspace."""
-        in_backward, capability = graph_task() != -1, kernel_target.compute_capability
+        """Forward and backward pass run in different threads; each has a cuBLAS handle, and a workspace, a stream."""
+        capability, storages = kernel_target.compute_capability, self._storages
+        own, lt = table.cublas_workspace_bytes(capability, os.environ), table.cublas_lt(capability, os.environ)
         if not table.keeps_workspaces():
-            own = (
-                table.cublas_lt(os.environ).nbytes if uses_lt else table.cublas_workspace_bytes(capability, os.environ)
-            )
-            self._storages.take_for_a_moment(own, "workspaces")
+            storages.take_for_a_moment(lt.nbytes if uses_lt else own, "workspaces")
             return
-        if in_backward not in self._cublas:
-            self._cublas.add(in_backward)
-            nbytes = table.cublas_workspace_bytes(capability, os.environ)
-            if nbytes:
-                self._storages.take(nbytes, operator, "workspaces")
-        if uses_lt and in_backward not in self._cublas_lt:
-            self._cublas_lt.add(in_backward)
-            lt = table.cublas_lt(os.environ)
+        handle = graph_task() != -1, storages.stream
+        if handle not in self._cublas:
+            self._cublas.add(handle)
+            if own:
+                storages.take(own, operator, "workspaces")
+        if uses_lt and handle not in self._cublas_lt:
+            self._cublas_lt.add(handle)
             if lt.is_sure and lt.nbytes:
-                self._storages.take(lt.nbytes, operator, "workspaces")
+                storages.take(lt.nbytes, operator, "workspaces")
             else:
-                self._storages.expect(lt.nbytes, "workspaces", at_most=True)
+                storages.expect(lt.nbytes, "workspaces", at_most=True)
 
     def _open_dropout(self, operator: str, given: Mapping[str, Any], kernel_target: CudaTarget) -> None:
         """`get_dropout_state` (aten/src/ATen/native/cudnn/RNN.cpp): made by the first layers that need it, and kept."""

@@ -549,7 +549,7 @@ class _ModulePaths(TorchFunctionMode):
     def _follow(self, node: Any) -> None:
         if node is not None and "memguard" not in node.metadata:
             metadata = node.metadata
-            metadata["memguard"] = self.recorder.module, self.recorder.line()
+            metadata["memguard"] = self.recorder.module, self.recorder.line(), self.recorder.stream
             if not self.walked:
                 node.register_prehook(lambda _: self.enter_node(metadata))
             if self.recorder.device_type == "cpu" and node.name() in _WITH_NUMBER:
@@ -567,7 +567,7 @@ class _ModulePaths(TorchFunctionMode):
         self.recorder.enter_node()
         here = metadata.get("memguard")
         if here is not None:
-            self.recorder.module, self.recorder.source = here
+            self.recorder.module, self.recorder.source, self.recorder.node_stream = here
 
 
 def _backward(

@@ -59,7 +59,7 @@ class Storages:
         self._bytes: list[int] = []  # by block
         self._storage_bytes: dict[int, int] = {}  # by block, without what the operator keeps
         self._references: list[weakref.ref[Any]] = []
-        self._stream = 0
+        self._stream = self.node_stream = 0  # the latter of the node of a backward pass that runs
         self._streams: dict[int, int] = {}  # by block, if it is not the default one
         self._users: dict[int, int] = {}  # by block, another stream that uses it
         self._late: list[streams.Late] = []
@@ -89,6 +89,11 @@ class Storages:
             known = [tensor for tensor in tensors if not is_lazy(tensor)]  # type: ignore[arg-type]
             blocks = [self.watch(tensor, "") for tensor in plain_tensors(known)]
         return {block for block in blocks if block is not None}
+
+    @property
+    def stream(self) -> int:
+        """The stream whose pool blocks are allocated in now, in a backward pass that of its forward; 0 by default."""
+        return self._stream or streams.in_use() or (self.node_stream if self._graph_task != -1 else 0)
 
     def on_stream(self, stream: int) -> AbstractContextManager[Any]:
         """Record allocations made inside in the pool of another stream, whose free memory no other stream uses."""
@@ -269,7 +274,7 @@ class Storages:
         self._bytes.append(nbytes)
         if part:
             self._parts[block] = part
-        stream = self._stream or streams.in_use()
+        stream = self.stream
         if stream:
             self._streams[block] = stream
         self.add_row("alloc", block, operator, stream, self.line())

@@ -68,16 +68,19 @@ class CublasLt(NamedTuple):
     is_sure: bool
 
 
-def cublas_lt(environ: Mapping[str, str]) -> CublasLt:
-    """Return what a product with `takes_cublas_lt` needs, on any GPU.
+def cublas_lt(compute_capability: tuple[int, int], environ: Mapping[str, str]) -> CublasLt:
+    """Return what a product with `takes_cublas_lt` needs, by the allocator's events of torch 2.11 to 2.15.
 
-    1 MiB, or what ``CUBLASLT_WORKSPACE_SIZE`` says in KiB, by the allocator's events of torch 2.11 to 2.15. 2.12 to
-    2.14 share cuBLAS' own; three of three published steps took twice this more even so, to the byte (a T4, torch 2.10
-    and 2.14), and eight of eight without such products nothing.
+    1 MiB, or what ``CUBLASLT_WORKSPACE_SIZE`` says in KiB; up to 2.14 no more than cuBLAS' own, unless they are told
+    apart. 2.12 to 2.14 share that one; three of three published steps took twice this more even so, to the byte (a T4,
+    torch 2.10 and 2.14), and eight of eight without such products nothing.
     """
-    size = environ.get("CUBLASLT_WORKSPACE_SIZE", "")
-    is_shared = environ.get("TORCH_CUBLASLT_UNIFIED_WORKSPACE", "01"[port.VERSION >= (2, 12)]) == "1"
-    return CublasLt(int(size) << 10 if size.isdecimal() else 1 << 20, is_sure=not (keeps_workspaces() and is_shared))
+    size, unified = environ.get("CUBLASLT_WORKSPACE_SIZE", ""), environ.get("TORCH_CUBLASLT_UNIFIED_WORKSPACE", "")
+    nbytes = int(size) << 10 if size.isdecimal() else 1 << 20
+    if keeps_workspaces() and unified != "0":
+        nbytes = min(nbytes, cublas_workspace_bytes(compute_capability, environ))
+    is_shared = (unified or "01"[port.VERSION >= (2, 12)]) == "1"
+    return CublasLt(nbytes, is_sure=not (keeps_workspaces() and is_shared))
 
 
 def takes_cublas_lt(operator: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

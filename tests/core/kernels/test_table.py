@@ -138,7 +138,7 @@ def test_cublas_keeps_more_on_newer_gpus(
     assert kept == {major: 32 << 20 if major in large else 8_519_680 for major in kept}
 
 
-OF_KIB = {"CUBLASLT_WORKSPACE_SIZE": "4096"}
+OF_KIB, SMALL = {"CUBLASLT_WORKSPACE_SIZE": "4096"}, {"CUBLAS_WORKSPACE_CONFIG": ":16:8"}
 
 
 @pytest.mark.parametrize(
@@ -150,13 +150,17 @@ OF_KIB = {"CUBLASLT_WORKSPACE_SIZE": "4096"}
         ((2, 12), {}, (MIB, False)),
         ((2, 14), {"TORCH_CUBLASLT_UNIFIED_WORKSPACE": "0"}, (MIB, True)),
         ((2, 15), {}, (MIB, True)),
+        ((2, 11), SMALL, (MIB // 8, True)),
+        ((2, 11), {**SMALL, "TORCH_CUBLASLT_UNIFIED_WORKSPACE": "0"}, (MIB, True)),
+        ((2, 11), {"CUBLASLT_WORKSPACE_SIZE": "65536"}, (32 * MIB, True)),
+        ((2, 15), SMALL, (MIB, True)),
     ],
 )
 def test_the_workspace_of_cublaslt_is_its_own_or_that_of_cublas(
     torch_version: tuple[int, int], environ: dict[str, str], found: tuple, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(port, "VERSION", torch_version)
-    assert table.cublas_lt(environ) == found
+    assert table.cublas_lt((9, 0), environ) == found
 
 
 @pytest.mark.parametrize(
@@ -195,6 +199,33 @@ def test_two_linear_layers_open_what_the_allocator_saw(
     assert [(each.nbytes, each.phase) for each in taken if each.step == 0] == opened
 
 
+class OnTwoStreams(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            beside = self.first(x)
+        return self.second(x) + beside  # type: ignore[no-any-return]
+
+
+def test_each_stream_has_its_own_workspaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the allocator of torch 2.11 saw: each runs its backward pass on the stream of its forward pass."""
+    monkeypatch.setattr(port, "VERSION", (2, 11))
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    trace = captured_on_an_h200(OnTwoStreams()).only("point")
+    taken = [each for each in trace.events if each.action == "alloc" and each.nbytes >= MIB and each.step == 0]
+    assert [(each.nbytes // MIB, each.phase) for each in taken] == [
+        *[(32, "forward"), (1, "forward")] * 2,
+        *[(32, "backward")] * 2,
+    ]
+    streams = [each.stream for each in taken]
+    side = streams[0]
+    assert side != 0
+    assert (streams[:4], {*streams[4:]}) == ([side, side, 0, 0], {side, 0})
+
+
 @pytest.mark.parametrize(
     ("asked", "nbytes"),
     [
@@ -220,7 +251,7 @@ def test_a_step_opens_cublas_once_for_each_of_its_two_threads(
     if asked:
         monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", asked)
     trace = captured_on_an_h200(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
-    opened = [(event.nbytes, event.phase, event.step) for event in trace if event.nbytes == nbytes]
+    opened = [(event.nbytes, event.phase, event.step) for event in trace.only("point") if event.nbytes == nbytes]
     assert opened == [(nbytes, "forward", 0), (nbytes, "backward", 0)]
 
 
