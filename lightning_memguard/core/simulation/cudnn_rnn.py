@@ -19,14 +19,15 @@ from lightning_memguard.core.torch_port import FakeTensor, OpOverload
 
 _FORWARD, _BACKWARD = _aten._cudnn_rnn.default, _aten._cudnn_rnn_backward.default
 
+_FLATTENED = (torch.half, torch.float, torch.double)  # `CUDNN_TENSOR_DTYPES` in torch/backends/cudnn/__init__.py
 _MODES = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}  # cudnnRNNMode_t
 
 NOTE = "the reserve space and workspace of cuDNN's RNNs were estimated: only a device tells their sizes"
 
 
 def takes_cudnn(x: torch.Tensor) -> bool:
-    """`cudnn_is_acceptable` (aten/src/ATen/native/Cudnn.cpp); bfloat16 comes here as float32 under autocast."""
-    return torch.backends.cudnn.enabled and x.numel() > 0 and x.dtype in (torch.half, torch.float, torch.double)
+    """`cudnn_is_acceptable` (aten/src/ATen/native/TensorProperties.cpp); an H100 ran bfloat16 with it, too."""
+    return torch.backends.cudnn.enabled and x.numel() > 0 and x.is_floating_point()
 
 
 def call(func: Callable[..., Any], *args: Any) -> tuple[torch.Tensor, ...]:
@@ -41,11 +42,12 @@ def call(func: Callable[..., Any], *args: Any) -> tuple[torch.Tensor, ...]:
     hx, cx = states if mode == _MODES["lstm"] else (states, None)
     projected = hx.shape[2] if cx is not None and cx.shape[2] != hx.shape[2] else 0
     hidden = cx.shape[2] if cx is not None else hx.shape[2]
+    buffer = weights[0].detach() if weights[0].dtype in _FLATTENED else None
     if torch.is_autocast_enabled("cuda"):
         dtype = torch.get_autocast_dtype("cuda")
         x, hx, *weights = (tensor.to(dtype) for tensor in (x, hx, *weights))
         cx = None if cx is None else cx.to(dtype)
-    weight = (weights, (4 if biases else 2) + bool(projected), weights[0].detach())
+    weight = (weights, (4 if biases else 2) + bool(projected), buffer)
     options = (mode, hidden, projected, layers, batch_first, dropout, train, bidirectional, sizes, None)
     with torch.autocast("cuda", enabled=False):
         output, hy, cy, *_ = _aten._cudnn_rnn(x, *weight, hx, cx, *options)
@@ -65,11 +67,24 @@ def _forward(given: Mapping[str, Any]) -> tuple[Any, ...]:
     directions = 2 if given["bidirectional"] else 1
     width = (given["proj_size"] or given["hidden_size"]) * directions
     output = _like(given, width)
-    cells, hidden, dropout = math.prod(x.shape[:-1]), given["hidden_size"] * directions, given["dropout"] > 0
-    kept = reserve_bytes(given["mode"], cells, hidden, given["num_layers"], x.element_size(), dropout=dropout)
+    kept = reserve_bytes(
+        *(given["mode"], math.prod(x.shape[:-1]), given["hidden_size"] * directions, given["num_layers"]),
+        itemsize=x.element_size(),
+        projected=given["proj_size"] * directions,
+        dropped=directions * _steps(given) if given["dropout"] else 0,
+    )
     reserve = x.new_empty((kept if given["train"] else 0,), dtype=torch.uint8)
     cy = x.new_empty((0,)) if cx is None else cx.new_empty(cx.shape)
-    return output, hx.new_empty(hx.shape), cy, reserve, given["weight_buf"]
+    buffer = given["weight_buf"]
+    if buffer is None:  # the weights are copied into one
+        buffer = x.new_empty((sum(weight.numel() for weight in given["weight"]),))
+    return output, hx.new_empty(hx.shape), cy, reserve, buffer
+
+
+def _steps(given: Mapping[str, Any]) -> int:
+    """Steps of all sequences, if each is as long as the longest."""
+    sizes = given["batch_sizes"]
+    return len(sizes) * sizes[0] if sizes else math.prod(given["input"].shape[:-1])
 
 
 def _like(given: Mapping[str, Any], width: int) -> torch.Tensor:

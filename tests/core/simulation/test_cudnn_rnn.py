@@ -181,8 +181,27 @@ def test_the_reserve_grows_with_samples_and_layers_and_lives_until_the_backward_
 )
 def test_a_reserve_is_that_of_a_measured_layer(mode, layers, hidden, itemsize, dropout, nbytes) -> None:
     """64 sequences of 128 steps on an H100, in both directions where the hidden size is doubled."""
-    assert reserve_bytes(mode, 64 * 128, hidden, layers, itemsize, dropout=dropout) == nbytes
+    dropped = 64 * 128 if dropout else 0
+    found = reserve_bytes(mode, 64 * 128, hidden, layers, itemsize=itemsize, projected=0, dropped=dropped)
+    assert found == nbytes
     assert dropout_state_bytes(CudaTarget((9, 0), 132)) == 6_488_064
+
+
+@pytest.mark.parametrize(
+    ("mode", "cells", "hidden", "layers", "itemsize", "projected", "dropped", "nbytes"),
+    [
+        (LSTM, 3360, 256, 2, 2, 128, 0, 24_084_736),
+        (LSTM, 4000, 300, 3, 2, 150, 4000, 51_750_272),
+        (3, 4000, 2 * 1024, 3, 4, 0, 2 * 4000, 659_456_256),
+        (1, 4864, 2 * 1024, 4, 2, 0, 2 * 6400, 149_291_264),  # packed: 32 sequences of up to 200 steps
+    ],
+)
+def test_a_reserve_counts_projections_and_dropout(
+    mode, cells, hidden, layers, itemsize, projected, dropped, nbytes
+) -> None:
+    """In `benchmarks/recordings/calls/h100.json.gz`."""
+    options = {"itemsize": itemsize, "projected": projected, "dropped": dropped}
+    assert reserve_bytes(mode, cells, hidden, layers, **options) == nbytes
 
 
 @pytest.mark.parametrize(
@@ -221,6 +240,16 @@ def test_what_the_recorded_backward_pass_takes_is_taken() -> None:
     assert [e.nbytes for e in taken(trace, "clone") if e.phase == "backward" and e.nbytes > weights] == []
 
 
+@pytest.mark.parametrize(("dtype", "copies"), [(torch.bfloat16, 1), (torch.float16, 0)])
+def test_weights_that_torch_does_not_flatten_are_copied_into_one_buffer(dtype: torch.dtype, copies: int) -> None:
+    model = nn.LSTM(FEATURES, HIDDEN, batch_first=True).to(dtype)
+    batches = batches_from_one(torch.ones(SAMPLES, TIMES, FEATURES, dtype=dtype))
+    program = LoopProgram(model, batches, sum_of_output, None, torch.device("cuda"), gpu=H200)
+    trace = capture(program, SAMPLES, "fake")
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    assert [event.nbytes for event in taken(trace, "_cudnn_rnn")].count(weights) == copies
+
+
 def test_an_inference_keeps_no_reserve() -> None:
     trace = steps(nn.LSTM(FEATURES, HIDDEN, batch_first=True), training=False)
     results = [e.nbytes for e in taken(trace, "_cudnn_rnn") if e.part != "workspaces"]
@@ -250,7 +279,7 @@ def test_under_autocast_it_computes_in_two_bytes_and_keeps_weights_of_four(kind:
     assert sum(gradients) == weights
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_cudnn_takes_these_types(dtype: torch.dtype) -> None:
     assert cudnn_rnn.takes_cudnn(torch.ones(2, dtype=dtype))
     with torch.backends.cudnn.flags(enabled=False):
