@@ -623,7 +623,7 @@ def _traces_and_growth(
     fourth_size, sizes = FAKE_SIZES[3], FAKE_SIZES[: 2 if captures.foresees or captures.rough else 3]
     own = _own_first(captures, program, asked, method)
     for size in sizes:
-        captures.start(program, size, method)
+        captures.start(program, size, method, FIRST)
     if own and own.has_note("uncompiled") and _is_compiled_for(program):  # which takes the longest
         captures.start(program, asked, "compiled", replace(FIRST, answers=own.answers))
     try:
