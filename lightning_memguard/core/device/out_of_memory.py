@@ -7,7 +7,6 @@ from collections.abc import Iterator
 
 import torch
 
-from lightning_memguard.core.torch_port import no_dispatch
 from lightning_memguard.units import format_bytes
 
 _WORDS = (
@@ -45,6 +44,8 @@ def refusal_of(nbytes: int, device_type: str, device_bytes: int) -> RuntimeError
             f"CUDA out of memory. Tried to allocate {format_bytes(nbytes)}. GPU 0 has a total capacity of "
             f"{format_bytes(device_bytes)}."
         )
+    from lightning_memguard.core.torch_port import no_dispatch  # which takes time to import
+
     try:
         with _own_limit_lifted(), no_dispatch():
             torch.empty(nbytes, dtype=torch.uint8)
