@@ -853,7 +853,8 @@ def test_real_steps_that_the_deadline_leaves_out_are_noted(
         return plain(model, x) if x.sum().item() > 0 else model(x).mean()
 
     start, program = Captures.start, program_of(reading)
-    monkeypatch.setattr(Captures, "start", lambda *given: start(*given) if given[4:] in ((), (FIRST,)) else time_is_up())
+    only_first = lambda *given: start(*given) if given[4:] in ((), (FIRST,)) else time_is_up()  # noqa: E731
+    monkeypatch.setattr(Captures, "start", only_first)
     with until_deadline(program):
         prediction = predict(program, 64, EXACT)
     found = prediction.footprint_at(64)
