@@ -156,13 +156,14 @@ class LaterSteps:
             replay = Replay.of(steps)
             return cls(replay, (replay.peak_allocated_bytes,))
         sequence, events, changes, peaks = StepSequence(), list[Event](), list[int](), list[int]()
+        added = list[int]()
         for _ in range(1 + _LATER):
-            live = sum(changes)
+            live, before = sum(changes), added
             events += sequence.events_of(step)
             added = [*steps.go_on(events[len(changes) :])]
             peaks.append(max(accumulate(added, initial=live)))
             changes += added
-            if steps.out_of_memory_event is not None:
+            if added == before or steps.out_of_memory_event is not None:  # it has settled, or cannot go on
                 break
         return cls(Replay.of_run(steps, events, changes), tuple(peaks))
 
