@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
 
 from lightning_memguard.core import torch_port as port
 from lightning_memguard.core.foreign import added, patched
@@ -272,7 +273,7 @@ def _moving(original: Function) -> Function:
 
 def _in_order_of(result: Tensor, parameter: nn.Parameter) -> nn.Parameter:
     """The very parameter, in the memory format of what it was moved to."""
-    if result.stride() != parameter.stride():
+    if not isinstance(parameter, UninitializedParameter) and result.stride() != parameter.stride():
         parameter.data = result
     return parameter
 

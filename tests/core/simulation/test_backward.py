@@ -63,7 +63,7 @@ def traced_case(case: Any, *, walked: bool) -> Trace:
     entered: list[str] = []
 
     def enter(metadata: dict[str, Any]) -> None:
-        recorder.module, recorder.source = metadata.get("memguard", (recorder.module, recorder.source))
+        recorder.module, recorder.source, _ = metadata.get("memguard", (recorder.module, recorder.source, None))
         entered.append(recorder.module)
 
     engine_alone = mock.patch.object(fake_cuda, "can_simulate_cuda", return_value=False)  # else it walks
