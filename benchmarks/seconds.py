@@ -1,6 +1,7 @@
 """Compare predicted seconds of a step with published ones of timm's models on GPUs, and with measured ones here.
 
     python benchmarks/seconds.py published benchmark-train-amp-nhwc-pt112-cu113-rtx3090.csv "RTX 3090" --fit
+    python benchmarks/seconds.py recorded      # trainings of text that were recorded on a GPU
     python benchmarks/seconds.py here          # this CPU: nothing else may run on it
 
 Published: tables of timm's repository (its folder `results`), models in the order of a hash of their names. Each is
@@ -9,6 +10,9 @@ the peaks (`_SHARES` of `core/device/speed.py`) are those that fit the models of
 what that is worth. Models with grouped convolutions are left out of both, and counted apart: channels last, with torch
 1.12, cuDNN ran these many times slower than with torch 2.4. `--json` continues where it stopped. Needs timm, no
 GPU.
+
+Recorded: from the end of a batch to that of the next. Images are left out, as loading them took longer than the step,
+and compiled steps, which were recorded while other processes ran.
 
 Here: 12 models at five batch sizes, with their blocks checkpointed and without. "chosen" is the way whose predicted
 time a sample is least; it is compared with the way that was measured to be the fastest.
@@ -50,7 +54,7 @@ def published_work(name: str, row: dict[str, str], gpu: Any, table: str) -> dict
     from lightning_memguard.core.batch.batches import batches_from_one
     from lightning_memguard.core.capture.capture import capture
     from lightning_memguard.core.capture.program import LoopProgram
-    from lightning_memguard.core.trace.work import groups_of, work_at
+    from lightning_memguard.core.trace.work import WorkAt, groups_of
 
     trains, channels_last = "train" in table, "nhwc" in table
     kind = "train" if trains else "infer"
@@ -74,7 +78,7 @@ def published_work(name: str, row: dict[str, str], gpu: Any, table: str) -> dict
     )
     grouped = any(isinstance(each, nn.Conv2d) and 1 < each.groups < each.in_channels for each in model.modules())
     groups = groups_of([capture(program, size, "fake").work for size in (4, 8)])
-    return {"work": work_at(groups, (4, 8), int(row[f"{kind}_batch_size"])), "grouped": grouped}
+    return {"work": WorkAt(groups, (4, 8), int(row[f"{kind}_batch_size"])), "grouped": grouped}
 
 
 def published(arguments: argparse.Namespace) -> None:
@@ -152,6 +156,45 @@ def fitted(gpu: Any, works: dict[str, tuple[Any, ...]], measured: dict[str, floa
     spread = ratios[len(ratios) // 20], ratios[-1 - len(ratios) // 20]
     print(f"shares of peak and bandwidth: {shares}; range: {spread[0]:.2f} to {spread[1]:.2f}")
     return replace(speed, spread=spread)
+
+
+# -- recorded by record.py
+
+
+def recorded(_: argparse.Namespace) -> None:
+    """Print measured and predicted milliseconds; a training's own flags decide whether products run in TF32."""
+    from torch.utils.data import DataLoader
+
+    from accuracy import quieten, recordings
+    from lightning_memguard.core import gpus
+    from lightning_memguard.core.capture.capture import capture
+    from lightning_memguard.core.device.speed import gpu_speed
+    from record import read
+    from shared.corpus import corpus
+    from shared.predicted import program_of
+
+    quieten()
+    trainings = {each.name: each for each in corpus() if each.name.startswith(TEXTS) and not each.compiled}
+    for found in map(read, recordings()):
+        gpu, off, held = gpus.find(found["machine"]["gpu"]), [], 0
+        for name, case in found["cases"].items():
+            if name not in trainings or "step_seconds" not in case:
+                continue
+            training, size = trainings[name], case["batch_size"]
+            torch.backends.cuda.matmul.fp32_precision = "tf32" if training.tf32 else "ieee"
+            batch = next(iter(DataLoader(training.dataset(size), batch_size=size)))
+            module, kwargs = training.module(), training.trainer_kwargs
+            work = capture(program_of(module, batch, "cuda", training.precision, gpu, **kwargs), size, "fake").work
+            predicted, measured = seconds_of(work, gpu_speed(gpu)), statistics.median(case["step_seconds"])
+            off.append(predicted.likely / measured - 1)
+            held += predicted.low <= measured <= predicted.high
+            low, likely, high = (f"{1e3 * seconds:.1f}" for seconds in predicted)
+            print(f"{name:24} {1e3 * measured:6.1f} ms, predicted {likely} ({off[-1]:+.0%}), {low} to {high}")
+        error = statistics.median(map(abs, off))
+        print(f"{gpu.name}: {len(off)} trainings, median error {error:.0%}, {held} in the range")
+
+
+TEXTS = "bert", "gpt", "llama", "lstm"
 
 
 # -- on this machine
@@ -246,11 +289,11 @@ def predict_here(model: nn.Module, samples: Any, sizes: tuple[int, ...]) -> dict
     from lightning_memguard.core.batch.batches import batches_from_one
     from lightning_memguard.core.capture.capture import capture
     from lightning_memguard.core.capture.program import LoopProgram
-    from lightning_memguard.core.trace.work import groups_of, work_at
+    from lightning_memguard.core.trace.work import WorkAt, groups_of
 
     program = LoopProgram(model, batches_from_one(samples(4)), step, torch.optim.Adam, torch.device("cpu"))
     groups = groups_of([capture(program, size, "fake").work for size in (4, 8)])
-    return {size: work_at(groups, (4, 8), size) for size in sizes}
+    return {size: WorkAt(groups, (4, 8), size) for size in sizes}
 
 
 def main() -> None:
@@ -263,6 +306,7 @@ def main() -> None:
     command.add_argument("--json", type=Path, default=Path("seconds.jsonl"))
     command.add_argument("--fit", action="store_true")
     command.set_defaults(run=published)
+    commands.add_parser("recorded").set_defaults(run=recorded)
     command = commands.add_parser("here")
     command.add_argument("--threads", type=int, default=1)
     command.set_defaults(run=here)

@@ -158,7 +158,8 @@ def _kind(func: OpOverload, given: Sequence[Tensor], *, tf32: bool) -> str:
     """The number format that a product computes in. Thin groups have no use for tensor cores."""
     kind = str(given[0].dtype).removeprefix("torch.")
     if not port.schema_of(func).name.startswith("aten::convolution"):
-        return kind
+        tf32 = given[0].is_cuda and torch.backends.cuda.matmul.fp32_precision == "tf32"
+        return "tf32" if tf32 and kind == "float32" else kind
     x, weight = given[1:3] if port.schema_of(func).name.endswith("backward") else given[:2]
     if tf32 and kind == "float32":
         kind = "tf32"

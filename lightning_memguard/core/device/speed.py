@@ -12,16 +12,20 @@ import torch
 from torch import nn
 
 from lightning_memguard.core.gpus import Gpu, find
+from lightning_memguard.core.range import Range
 from lightning_memguard.core.replay.seconds import Speed
 from lightning_memguard.core.trace.work import CONVOLUTION, RANDOM, SPECIAL
 from lightning_memguard.errors import MemGuardError
 
 # Shares of the published peaks that products and bytes reach, and the range of measured times around the likely one:
 # fitted on published training steps of half of some models of timm on an RTX 3090, and shown on the other half. The
-# range's lower end is from inference on an RTX 4090 (`benchmarks/seconds.py`, docs/accuracy.md).
+# range's lower end is from inference on an RTX 4090, its upper one from float32 on an H100 (`benchmarks/seconds.py`).
 _SHARES = 1.0, 0.64
-_GPU_SPREAD = 0.5, 1.45
+_GPU_SPREAD = 0.5, 1.5
 _GPU_LAUNCH = 5e-6  # seconds of a kernel that does next to nothing
+# Seconds of the host for an operator, views not counted: trainings of text in half precision on the machine of an H100
+# took 26 to 33 us (`benchmarks/seconds.py recorded`). The range is for processors twice as fast, and half as fast.
+_HOST_SECONDS = Range(14e-6, 28e-6, 56e-6)
 # For the CPU: 104 of 105 steps of 12 models on two cores of an AMD EPYC.
 _CPU_SPREAD = 0.85, 2.2
 # Bytes a second of 16 lanes of PCI Express in one direction (PCI-SIG: 0.985, 1.969, 3.938 GB/s a lane), by the first
@@ -45,7 +49,8 @@ def gpu_speed(gpu: Gpu, shares: tuple[float, float] = _SHARES) -> Speed | None:
     if not flops or not gpu.bandwidth:
         return None
     host_link = next(rate for least, rate in _HOST_LINKS.items() if gpu.compute_capability >= least)
-    return Speed(flops, ((0.0, gpu.bandwidth * of_bandwidth),), _GPU_LAUNCH, _GPU_SPREAD, gpu.link, host_link)
+    links, bandwidth = (gpu.link, host_link), ((0.0, gpu.bandwidth * of_bandwidth),)
+    return Speed(flops, bandwidth, _GPU_LAUNCH, _GPU_SPREAD, *links, _HOST_SECONDS)
 
 
 def cpu_speed() -> Speed:

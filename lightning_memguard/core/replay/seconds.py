@@ -1,7 +1,8 @@
 """The work of a step + the speed of a device -> the seconds that it takes.
 
 A roofline, operator by operator: each takes as long as its products at the device's peak, or as its bytes at the
-device's bandwidth, whichever is longer, and never less than a launch.
+device's bandwidth, whichever is longer, and never less than a launch. A GPU computes while the host calls the next
+operators, so a step takes as long as the slower of the two.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from dataclasses import dataclass
 from lightning_memguard.core.range import Range
 from lightning_memguard.core.trace.work import COMMUNICATION, CONVOLUTION, TRANSFER, Work
 
+_AT_ONCE = Range(0.0, 0.0, 0.0)
+
 
 @dataclass(frozen=True)
 class Speed:
@@ -25,6 +28,7 @@ class Speed:
         launch_seconds: how long an operator takes at least.
         link: bytes a second to another rank; None if it is not known.
         host_link: bytes a second between the device and its host; None if it is not known.
+        host_seconds: how long the host takes to call an operator, while the device computes; nothing on a CPU.
         spread: the likely time times these is the range that held nine of ten measured steps.
     """
 
@@ -34,6 +38,7 @@ class Speed:
     spread: tuple[float, float]
     link: float | None = None
     host_link: float | None = None
+    host_seconds: Range[float] = _AT_ONCE
 
     def seconds(self, work: Work) -> float:
         """How long one call takes."""
@@ -73,9 +78,12 @@ class Timing:
         sent = self._sum((each, each.nbytes) for each in self.work if each.kind == COMMUNICATION)
         sending = sent / speed.link if speed.link else 0.0
         moving = self.moved_bytes / speed.host_link if speed.host_link else 0.0
-        likely = max(seconds, sending, moving) + moving  # on the way out it overlaps with the step, on the way back not
+        calls = self._sum((each, 1.0) for each, _ in taken)
+        calling = speed.host_seconds.scaled(0.0 if self.compiled else calls)
+        # on the way out it overlaps with the step, on the way back not
+        likely = max(seconds, sending, moving, calling.likely) + moving
         least, most = max(least * speed.spread[0], moving), (seconds + 2 * (sending + moving)) * speed.spread[1]
-        return Range(least, likely, most)
+        return Range(max(least, calling.low), likely, max(most, calling.high))
 
     @property
     def moved_bytes(self) -> int:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from lightning_memguard.core.batch.batches import batches_from_one
@@ -10,6 +11,7 @@ from lightning_memguard.core.capture import recorder as recorders
 from lightning_memguard.core.capture.predict import predict
 from lightning_memguard.core.capture.program import LoopProgram
 from lightning_memguard.core.capture.recorder import Recorder, watching
+from lightning_memguard.core.capture.work import work_of
 from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.core.trace.work import CONVOLUTION, Work
 
@@ -49,6 +51,18 @@ def test_a_product_reads_its_operands_and_writes_its_result():
     assert works_of(torch.mm, torch.ones(2, 3), torch.ones(3, 5)) == (
         Work("float32", 2 * 2 * 3 * 5, 4 * (6 + 15 + 10)),
     )
+
+
+@pytest.mark.parametrize(("precision", "kind"), [("highest", "float32"), ("high", "tf32")])
+def test_a_gpu_multiplies_in_the_format_that_was_set(precision, kind):
+    torch.set_float32_matmul_precision(precision)
+    try:
+        with FakeTensorMode():
+            x = torch.empty(2, 2, device="cuda")
+            work = work_of(torch.ops.aten.mm.default, (x, x), {}, x, tf32=False)
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert work == Work(kind, 16, 48)
 
 
 def test_a_view_moves_nothing():

@@ -1,5 +1,7 @@
 """The roofline, by hand."""
 
+from dataclasses import replace
+
 import pytest
 
 from lightning_memguard.core.range import Range
@@ -44,3 +46,10 @@ def test_a_compiled_step_takes_no_less_than_its_products():
 def test_without_work_or_speed_there_is_no_time():
     assert Timing((), lambda: SPEED).step is None
     assert Timing((Work("", 0, 1),), lambda: None).step is None
+
+
+def test_a_step_takes_as_long_as_the_host_needs_to_call_it():
+    work = Work("float32", 100, 0, calls=3), Work("float32", 200, 0, updates=True)
+    slow_host = replace(SPEED, host_seconds=Range(1.0, 3.0, 4.0))
+    assert Timing(work, lambda: slow_host).step == Range(4, 12, 16)
+    assert Timing(work, lambda: slow_host, compiled=True).step == Timing(work, lambda: SPEED).step
