@@ -228,7 +228,7 @@ class Host:
 class _Link:
     """Copies between a device and the host: of CUDA on a stream of their own, of other devices at once.
 
-    They run in order, so that memory of the host is not written before it was read. Not yet run on a GPU.
+    They run in order, so that memory of the host is not written before it was read.
     """
 
     def __init__(self, device: torch.device) -> None:
