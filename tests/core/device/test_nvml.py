@@ -84,9 +84,10 @@ class Nvml:
         return answer and MemoryInfo(**answer)
 
     def close(self) -> None:
+        self.process.kill()  # the end of its input may be held open by a process that was forked meanwhile
         self.process.stdin.close()
         self.process.stdout.close()
-        self.process.wait(timeout=600)
+        self.process.wait()
 
 
 def compiled(folder: Path, *flags: str) -> Path:
