@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
+import itertools
 import random
 import re
 from dataclasses import replace
@@ -86,10 +88,30 @@ def nonzero(parts: Any) -> dict[str, int]:
 # A plain module
 
 
-@pytest.mark.parametrize("n", [16, 100])
-def test_a_plain_module_is_stepped_in_pytorchs_own_loop(n):
+def on_meta() -> nn.Module:
+    with torch.device("meta"):
+        return one_weight()
+
+
+def fake_batch() -> torch.Tensor:
+    with FakeTensorMode():
+        return torch.empty(16, 4)
+
+
+@pytest.mark.parametrize(
+    ("model", "batch", "n"),
+    [
+        pytest.param(one_weight, BATCH, None, id="of the batch's own size"),
+        (one_weight, BATCH, 100),
+        pytest.param(on_meta, BATCH.to("meta"), None, id="model and batch without memory"),
+        pytest.param(one_weight, fake_batch(), None, id="a fake batch"),
+    ],
+)
+def test_a_plain_module_is_stepped_in_pytorchs_own_loop(model, batch, n):
     """The peak is in the product that makes the weight's gradient: it copies the output's, one number expanded."""
-    footprint = estimate(one_weight(), BATCH, batch_size=n, step=sum_of_outputs, optimizer=momentum, device="cpu")
+    given = {"step": lambda model, b: model(b["x"]).sum(), "optimizer": momentum}
+    footprint = estimate(model(), {"x": batch}, batch_size=n, **given, device="cpu")
+    n = n or len(BATCH)
     assert nonzero(footprint.parts) == {
         "parameters": 128,
         "gradients": 128,
@@ -160,20 +182,6 @@ def test_a_context_is_around_the_step_and_its_backward_pass_alone():
         estimate(one_weight(), BATCH, **given, context=3)
 
 
-def test_without_a_size_it_is_the_batchs_own():
-    footprint = estimate(one_weight(), BATCH, step=sum_of_outputs, device="cpu")
-    assert (footprint.batch_size, footprint.parts["batch"]) == (16, BATCH.nbytes)
-
-
-@pytest.mark.parametrize("kind", ["real", "meta", "fake"])
-def test_the_example_may_be_real_meta_or_fake(kind):
-    with FakeTensorMode():
-        fake = torch.empty(16, 4)
-    batch = {"real": BATCH, "meta": BATCH.to("meta"), "fake": fake}[kind]
-    footprint = estimate(one_weight(), {"x": batch}, step=lambda model, b: model(b["x"]).sum(), device="cpu")
-    assert footprint.parts["batch"] == BATCH.nbytes
-
-
 class Replacing(torch.optim.Optimizer):
     """Puts new memory behind the parameters, as optimizers do that write ``p.data = ...``."""
 
@@ -191,25 +199,6 @@ def test_parameters_that_an_optimizer_replaces_are_parameters() -> None:
     model = nn.Linear(64, 64, bias=False)
     footprint = estimate(model, torch.ones(1, 64), step=sum_of_outputs, optimizer=Replacing, device="cpu")
     assert footprint.parts["parameters"] >= 64 * 64 * 4
-
-
-def test_a_model_without_memory_can_be_asked_about():
-    """Built on the meta device: 4 MiB of weights, as much of gradients, and Adam's two averages and counter."""
-    with torch.device("meta"):
-        model = nn.Linear(1024, 1024, bias=False)
-    footprint = estimate(model, torch.empty(1, 1024), step=sum_of_outputs, optimizer=torch.optim.Adam, device="cpu")
-    assert footprint.parts["parameters"] == 4 * MIB
-    assert footprint.parts["gradients"] == 4 * MIB
-    assert footprint.parts["optimizer_state"] == 2 * 4 * MIB + 4
-
-
-def test_precision_is_lightnings_word():
-    full, mixed = (
-        estimate(one_weight(), BATCH, step=sum_of_outputs, device="cpu", precision=precision)
-        for precision in ("32-true", "bf16-mixed")
-    )
-    assert full.parts["parameters"] == mixed.parts["parameters"] == 128
-    assert mixed.peak_allocated_bytes < full.peak_allocated_bytes
 
 
 # A LightningModule
@@ -232,10 +221,11 @@ def test_a_lightning_module_is_stepped_in_lightnings_order(either, n):
     assert (footprint.method, footprint.notes) == ("fake", ())
 
 
-def test_a_lightning_modules_precision_is_the_trainers(pl):
-    full, mixed = (estimate(lightning_module(pl), BATCH, device="cpu", precision=p) for p in ("32-true", "bf16-mixed"))
-    assert full.parts["parameters"] == mixed.parts["parameters"] == 128
-    assert mixed.peak_allocated_bytes < full.peak_allocated_bytes
+def test_precision_is_lightnings_word(pl):
+    for model, how in ((one_weight(), {"step": sum_of_outputs}), (lightning_module(pl), {})):
+        full, mixed = (estimate(model, BATCH, device="cpu", precision=p, **how) for p in ("32-true", "bf16-mixed"))
+        assert full.parts["parameters"] == mixed.parts["parameters"] == 128
+        assert mixed.peak_allocated_bytes < full.peak_allocated_bytes
 
 
 def test_step_and_optimizer_of_a_lightning_module_are_its_own(either):
@@ -265,42 +255,37 @@ def test_a_step_that_has_to_run_for_real_runs_at_small_sizes_alone():
 # Inference
 
 
-def test_an_inference_has_neither_gradients_nor_states():
-    footprint = estimate(one_weight(), BATCH, device="cpu", training=False)
-    assert nonzero(footprint.parts) == {"parameters": 128, "batch": 16 * 16, "temporaries": 32 * 16}
+def one_more(model: Any, batch: torch.Tensor, index: int = 0) -> torch.Tensor:
+    """Two tensors of 32 bytes a sample at once."""
+    return model.layer(batch) + 1
 
 
-def test_an_inference_of_a_lightning_module_calls_it(either):
-    footprint = estimate(lightning_module(either), BATCH, device="cpu", training=False)
-    assert nonzero(footprint.parts) == {"parameters": 128, "batch": 16 * 16, "temporaries": 32 * 16}
+def not_asked(model: Any, batch: torch.Tensor, index: int) -> torch.Tensor:
+    raise AssertionError("asked although there is a predict_step")
 
 
-@pytest.mark.parametrize("hook", ["predict_step", "validation_step"])
-def test_an_inference_runs_the_hook_that_a_lightning_module_has(pl, hook):
-    """This one adds one to its output: two tensors of 32 bytes a sample at once."""
-
-    def step(self: Any, batch: torch.Tensor, index: int) -> torch.Tensor:
-        return self.layer(batch) + 1
-
-    footprint = estimate(lightning_module(pl, **{hook: step}), BATCH, device="cpu", training=False)
-    assert footprint.parts["temporaries"] == 2 * 32 * 16
-
-
-def test_predicting_goes_before_validating(pl):
-    def predict_step(self: Any, batch: torch.Tensor, index: int) -> torch.Tensor:
-        return self.layer(batch)
-
-    def validation_step(self: Any, batch: torch.Tensor, index: int) -> torch.Tensor:
-        raise AssertionError("asked although there is a predict_step")
-
-    module = lightning_module(pl, predict_step=predict_step, validation_step=validation_step)
-    assert estimate(module, BATCH, device="cpu", training=False).parts["temporaries"] == 32 * 16
+HALF = {"step": lambda model, batch: model(batch[:8])}
+INFERENCES: dict[str, tuple[Any, dict[str, Any], int]] = {
+    "calls a plain module": (one_weight, {}, 32 * 16),
+    "calls a LightningModule": (lambda: lightning_module(pytorch_lightning), {}, 32 * 16),
+    "of either package": (lambda: lightning_module(lightning.pytorch), {}, 32 * 16),
+    "predicts": (lambda: lightning_module(pytorch_lightning, predict_step=one_more), {}, 2 * 32 * 16),
+    "validates": (lambda: lightning_module(pytorch_lightning, validation_step=one_more), {}, 2 * 32 * 16),
+    "predicts before it validates": (
+        lambda: lightning_module(pytorch_lightning, predict_step=one_more, validation_step=not_asked),
+        {},
+        2 * 32 * 16,
+    ),
+    "has a step of its own": (one_weight, HALF, 32 * 8),
+    "has a step of its own in a LightningModule": (lambda: lightning_module(pytorch_lightning), HALF, 32 * 8),
+}
 
 
-def test_an_inference_can_have_a_step_of_its_own(pl):
-    for model in (one_weight(), lightning_module(pl)):
-        footprint = estimate(model, BATCH, device="cpu", training=False, step=lambda m, batch: m(batch[:8]))
-        assert footprint.parts["temporaries"] == 32 * 8
+@pytest.mark.parametrize("name", INFERENCES)
+def test_an_inference_has_neither_gradients_nor_states_and_runs_the_hook_that_there_is(name):
+    model, how, temporaries = INFERENCES[name]
+    footprint = estimate(model(), BATCH, device="cpu", training=False, **how)
+    assert nonzero(footprint.parts) == {"parameters": 128, "batch": 16 * 16, "temporaries": temporaries}
 
 
 # At the door
@@ -392,14 +377,22 @@ def world() -> list[Any]:
         torch.is_grad_enabled(),
         torch.are_deterministic_algorithms_enabled(),
         torch.get_num_threads(),
+        torch.cuda.is_initialized(),
         nn.Module._apply,
         nn.modules.module._global_forward_hooks.copy(),
     ]
 
 
-@pytest.mark.parametrize("step", [sum_of_outputs, needs_a_value])
-@pytest.mark.parametrize("precision", ["32-true", "64-true"])
-def test_model_batch_and_random_state_stay_as_they_were(pl, step, precision):
+@pytest.mark.parametrize(
+    ("step", "precision", "device"),
+    [
+        *itertools.product((sum_of_outputs, needs_a_value), ("32-true", "64-true"), ("cpu",)),
+        (sum_of_outputs, "32-true", "NVIDIA H200"),
+    ],
+)
+def test_model_batch_and_random_state_stay_as_they_were(pl, step, precision, device):
+    """Nor is CUDA started to plan for a GPU."""
+
     class Module(type(lightning_module(pl))):
         def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
             random.random()
@@ -413,8 +406,8 @@ def test_model_batch_and_random_state_stay_as_they_were(pl, step, precision):
     weights = copy.deepcopy(module.state_dict()), copy.deepcopy(plain.state_dict())
     before = world()
     footprints = [
-        estimate(module, batch, batch_size=32, device="cpu", precision=precision),
-        estimate(plain, batch, batch_size=32, step=step, optimizer=momentum, device="cpu"),
+        estimate(module, batch, batch_size=32, device=device, precision=precision),
+        estimate(plain, batch, batch_size=32, step=step, optimizer=momentum, device=device),
     ]
     assert {footprint.method for footprint in footprints} == {"fake" if step is sum_of_outputs else "real"}
     assert world() == before
@@ -478,27 +471,23 @@ def planned(model: Any = None, batch: Any = IMAGES, device: str = "NVIDIA H200",
     return found
 
 
-def test_a_plain_module_on_a_gpu_that_is_not_here_is_summed_by_hand():
+@pytest.mark.parametrize(("device", "kept"), [("NVIDIA H200", 2 * 32 * MIB), ("RTX 4090", 2 * (8 * MIB + 128 * 1024))])
+def test_a_plain_module_on_a_gpu_that_is_not_here_is_summed_by_hand(device, kept):
     """Each block is rounded up to 512 bytes; alive are this loss and the last.
 
-    Both cuBLAS handles of an H200 keep 32 MiB, and cuBLAS wants the sum's gradient (16 x 8 floats) written out.
+    GPUs differ by what their chips keep: both cuBLAS handles of an H200 keep 32 MiB. cuBLAS wants the sum's gradient
+    (16 x 8 floats) written out.
     """
-    found = planned(one_weight(), BATCH, step=sum_of_outputs, optimizer=momentum)
+    found = planned(one_weight(), BATCH, device=device, step=sum_of_outputs, optimizer=momentum)
     assert nonzero(found.parts) == {
         "parameters": 512,
         "gradients": 512,
         "optimizer_state": 512,
         "activations": 2 * 512,
         "batch": 512,
-        "workspaces": 2 * 32 * MIB + 512,
+        "workspaces": kept + 512,
     }
     assert (found.phase, found.operator, found.notes) == ("backward", "aten.mm.default", ())
-
-
-def test_gpus_differ_by_what_their_chips_keep():
-    hopper, ada = (planned(device=name).parts["workspaces"] for name in ("NVIDIA H200", "RTX 4090"))
-    assert hopper >= 64 * MIB
-    assert 16 * MIB < ada < 20 * MIB
 
 
 @pytest.mark.usefixtures("taped")
@@ -554,32 +543,34 @@ def test_each_optimizer_keeps_its_states_there(name):
     assert found.notes == ()
 
 
+@pytest.fixture(scope="module")
+def in_precision(all_here: None) -> Any:
+    """The step of a LightningModule of a package with a wide layer, in a precision, each planned once."""
+
+    @functools.cache
+    def of(pl: Any, precision: str) -> Any:
+        module = lightning_module(pl)
+        module.layer = nn.Linear(256, 256, bias=False)
+        return planned(module, torch.ones(512, 256), step=None, precision=precision)
+
+    return of
+
+
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true"])
-def test_a_lightning_module_is_planned_in_each_precision(pl, precision):
-    found = planned(lightning_module(pl), BATCH, step=None, precision=precision)
-    assert found.parts["parameters"] == 512
+def test_a_lightning_module_is_planned_in_each_precision_and_two_bytes_are_half_of_four(
+    either, in_precision, precision
+):
+    full, found = in_precision(either, "32-true").parts, in_precision(either, precision)
+    share = 2 if precision in ("bf16-true", "16-true") else 1
+    assert share * found.parts["parameters"] == full["parameters"] == 256 * KIB
+    assert share * found.parts["batch"] == full["batch"]
+    assert share * found.parts["optimizer_state"] == full["optimizer_state"]
     assert found.notes == ()
 
 
-def test_a_lightning_modules_two_bytes_are_half_of_four(either):
-    def build() -> Any:
-        module = lightning_module(either)
-        module.layer = nn.Linear(256, 256, bias=False)
-        return module
-
-    batch = torch.ones(512, 256)
-    full, mixed, true = (
-        planned(build(), batch, step=None, precision=p) for p in ("32-true", "bf16-mixed", "bf16-true")
-    )
-    assert full.parts["parameters"] == mixed.parts["parameters"] == 2 * true.parts["parameters"] == 256 * KIB
-    assert full.parts["batch"] == mixed.parts["batch"] == 2 * true.parts["batch"]
-    assert full.parts["optimizer_state"] == 2 * true.parts["optimizer_state"]
-
-
-def test_a_scaler_of_gradients_lives_on_the_gpu(pl):
+def test_a_scaler_of_gradients_lives_on_the_gpu(pl, in_precision):
     """Half precision scales its loss: a factor and a counter, which bfloat16 does not have."""
-    half, brain = (planned(lightning_module(pl), BATCH, step=None, precision=p) for p in ("16-mixed", "bf16-mixed"))
-    assert half.peak_allocated_bytes > brain.peak_allocated_bytes
+    assert in_precision(pl, "16-mixed").peak_allocated_bytes > in_precision(pl, "bf16-mixed").peak_allocated_bytes
 
 
 def test_channels_last_is_as_large():
@@ -637,17 +628,6 @@ def test_an_inference_there_has_neither_gradients_nor_states(pl):
         found = planned(model, batch, step=None, training=False)
         assert found.phase == "forward"
         assert found.parts["gradients"] == found.parts["optimizer_state"] == 0
-
-
-def test_what_is_not_there_is_not_touched():
-    """Weights, batch and random state stay, and CUDA is not started."""
-    model, images = small_net(), IMAGES.clone()
-    weights, before, started = copy.deepcopy(model.state_dict()), world(), torch.cuda.is_initialized()
-    planned(model, images, optimizer=torch.optim.Adam)
-    assert world() == before
-    assert torch.equal(images, IMAGES)
-    assert all(torch.equal(weights[name], value) for name, value in model.state_dict().items())
-    assert torch.cuda.is_initialized() == started
 
 
 @pytest.mark.parametrize("keeps", [False, True])
