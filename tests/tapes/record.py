@@ -30,6 +30,7 @@ from lightning_memguard.training.planning.subject import predicted, subject_of
 from lightning_memguard.training.planning.target import target_of
 from lightning_memguard.training.run.tune import tune
 from tests import tape
+from tests.core.capture.test_predict import predicted as predicted_step
 from tests.training.conftest import Small
 from tests.training.planning.test_advise import Stacked, known, program_of
 from tests.training.quiet import quiet_trainer
@@ -100,6 +101,11 @@ def of_loop(
     program = LoopProgram(model, batches, step, torch.optim.Adam, torch.device(device), gpu=gpu)
     context = Range(300 << 20, 400 << 20, 600 << 20) if on_gpu else Range(0, 0, 10 << 20)
     return predict(program, 16, AllocatorSettings.for_device(device, {}), context_bytes=context).curve
+
+
+def of_one_weight() -> Curve:
+    """The step that `tests/core/capture/test_predict.py` sums by hand."""
+    return predicted_step().curve
 
 
 def plain(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -179,6 +185,7 @@ TAPES: dict[str, Callable[[], Any]] = {
     "cnn_gpu": lambda: of_loop(plain, cnn(), batch=torch.ones(16, 3, 16, 16), on_gpu=True),
     "gpt_gpu": lambda: of_loop(lambda model, x: model(x), Gpt(), batch=torch.zeros(16, 32).long(), on_gpu=True),
     "lstm_gpu": lambda: of_loop(plain, Lstm(), batch=torch.ones(16, 12, 8), on_gpu=True),
+    "one_weight": of_one_weight,
     "masked": lambda: of_loop(masked, drawn=True),
     "by_value": lambda: of_loop(by_value, drawn=True),
     "by_sample": lambda: of_loop(by_sample),

@@ -38,14 +38,16 @@ from lightning_memguard.core.isolation.pool import StoppedError
 from lightning_memguard.core.range import Range
 from lightning_memguard.core.replay.footprint import footprint
 from lightning_memguard.core.replay.settings import AllocatorSettings
+from lightning_memguard.core.simulation.faking import ValueNeededError
 from lightning_memguard.core.trace.trace import WORTH_A_NOTE, Trace
 from lightning_memguard.errors import CannotTraceError, MemGuardError
 from lightning_memguard.units import KIB
+from tests import tape
 from tests.long import long_but
 
 pytestmark = pytest.mark.usefixtures("here")
 CPU = torch.device("cpu")
-EXACT = AllocatorSettings(kind="exact")
+EXACT, CUDA = AllocatorSettings(kind="exact"), AllocatorSettings()
 
 
 def momentum(parameters: Any) -> torch.optim.Optimizer:
@@ -66,6 +68,58 @@ def program_of(step: Callable[[Any, Any], Any] = plain, samples: int = 16, **opt
 
 def predicted(step: Callable[[Any, Any], Any] = plain, batch_size: int = 16, **options: Any) -> Prediction:
     return predict(program_of(step, **options), batch_size, EXACT)
+
+
+class Script:
+    """In place of captures: what each of them returns or raises, of the traces of `plain` on a tape.
+
+    Attributes:
+        asked: the batch sizes that were asked for.
+        time_is_up: called as `Captures` calls what it is given, has each later capture come after the deadline.
+    """
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+        self.step: Callable[[Trace, str, Variant], Trace] = lambda trace, method, variant: trace
+        self.is_late: Callable[[int, str, Variant], bool] = lambda size, method, variant: False
+
+    def time_is_up(self, *_: object) -> int:
+        self.is_late = lambda size, method, variant: True
+        return 0
+
+    def trace(self, task: Any) -> Trace:
+        _, size, method, variant = task
+        if self.is_late(size, method, variant):
+            raise OutOfTimeError("time was up (max_setup_seconds)")
+        self.asked.append(size)
+        trace = tape.read("one_weight").growth.at(size)
+        try:
+            return replace(self.step(trace, method, variant), method=method, seconds=0.001)
+        except Exception as error:
+            raise capturing._failure(error) from error
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Script:
+    script = Script()
+    monkeypatch.setattr(Captures, "_whole", lambda _, task: script.trace(task))
+    return script
+
+
+def for_real(trace: Trace, method: str, variant: Variant) -> Trace:
+    """The step reads a value."""
+    if method in ("fake", "worst-case"):
+        raise ValueNeededError("the step compares the value of a tensor")
+    return trace
+
+
+def by_value(trace: Trace, method: str, variant: Variant) -> Trace:
+    """Real steps, each with as many blocks of 32 bytes a sample as its draw says."""
+    trace, count = for_real(trace, method, variant), variant.number
+    for _ in range(count):
+        trace = trace.plus({"activations": 32 * trace.batch_size})
+    made = [event._replace(phase="forward") for event in trace.events[:count]]
+    return replace(trace, events=(*made, *trace.events[count:]))
 
 
 # Weight, momentum and gradient; the batch, and the gradient of the output, one number that is expanded, as the product
@@ -115,11 +169,16 @@ def test_an_inference_keeps_nothing_for_a_backward_pass_and_drops_nothing_out():
     assert module.training
 
 
-def test_what_the_process_takes_beside_its_tensors_is_added():
-    bare, with_context = (
-        predict(program_of(), 16, EXACT, context_bytes=Range.exactly(extra)).footprint_at(16) for extra in (0, 1000)
+def test_what_the_process_takes_beside_its_tensors_is_added_and_gives_bounds_where_it_was_not_measured(script):
+    bare, with_context, unmeasured = (
+        predict(program_of(), 16, EXACT, context_bytes=extra).footprint_at(16)
+        for extra in (Range.exactly(0), Range.exactly(1000), Range(1000, 2000, 3000))
     )
     assert with_context == replace(bare, peak_device_bytes=bare.peak_device_bytes + 1000)
+    assert unmeasured.low is not None
+    assert unmeasured.high is not None
+    assert [each.outside_bytes for each in (unmeasured.low, unmeasured, unmeasured.high)] == [1000, 2000, 3000]
+    assert unmeasured.most_device_bytes == unmeasured.peak_reserved_bytes + 3000
 
 
 def test_bf16_mixed_keeps_weights_of_four_bytes_and_computes_in_two():
@@ -182,14 +241,17 @@ def raises(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     raise ValueError("no such column\nand more lines")
 
 
-def test_a_mask_is_given_its_worst_case_and_a_note_says_so():
-    prediction = predicted(keeps_by_mask)
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_a_mask_is_given_its_worst_case_and_a_note_says_so(on_gpu):
+    gpu = {"device": torch.device("cuda"), "gpu": gpus.find("NVIDIA H200")}
+    prediction = predict(program_of(keeps_by_mask, **gpu if on_gpu else {}), 16, CUDA if on_gpu else EXACT)
     assert prediction.curve.method == "worst-case"
-    found = prediction.footprint_at(100)
-    assert found.notes == (), "too few bytes"
-    assert found.low is not None
-    assert found.low.allocated_bytes == found.peak_allocated_bytes - 99 * 32, "no rows"
     assert prediction.footprint_at(100_000).notes == ("indexing with a mask was assumed to return its largest result",)
+    if not on_gpu:
+        found = prediction.footprint_at(100)
+        assert found.notes == (), "too few bytes"
+        assert found.low is not None
+        assert found.low.allocated_bytes == found.peak_allocated_bytes - 99 * 32, "no rows"
 
 
 def refuses(x: torch.Tensor) -> torch.Tensor:
@@ -268,18 +330,12 @@ def test_a_step_that_branches_on_a_value_runs_for_real_at_small_sizes():
     assert "(The step compares the value of a tensor" in prediction.curve.notes[0]
 
 
-@pytest.mark.usefixtures("here")
-def test_no_larger_size_runs_for_real_even_where_the_answer_is_for_one():
-    sizes = []
-
-    def step(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        sizes.append(len(x))
-        return needs_a_value(model, x)
-
-    prediction = predicted(step, batch_size=100_000)
+def test_no_larger_size_runs_for_real_even_where_the_answer_is_for_one(script):
+    script.step = for_real
+    prediction = predicted(batch_size=100_000)
     assert prediction.footprint_at(100_000).method == "real"
     assert prediction.proven_at(100_000) is prediction
-    assert max(sizes) <= 16
+    assert max(script.asked) <= 16
 
 
 def test_a_real_run_takes_what_a_fake_one_would_however_large_the_example():
@@ -299,7 +355,7 @@ def test_a_real_run_leaves_weights_and_random_state_as_they_were():
     assert [p.grad for p in model.parameters()] == [None, None]
 
 
-def test_a_step_that_raises_leaves_the_states_alone_and_says_why():
+def test_a_step_that_raises_leaves_the_states_alone_which_any_size_has_and_says_why():
     prediction = predicted(raises)
     assert (prediction.curve.method, prediction.curve.scalable) == ("states", False)
     line = raises.__code__.co_firstlineno + 1
@@ -311,26 +367,24 @@ def test_a_step_that_raises_leaves_the_states_alone_and_says_why():
         "gradients": 128,
         "optimizer_state": 128,
     }
-
-
-def test_states_are_the_same_at_any_size():
-    prediction = predicted(raises)
     assert prediction.footprint_at(4096) == replace(prediction.footprint_at(16), batch_size=4096)
 
 
-def test_where_not_even_the_optimizer_can_be_made_both_reasons_are_given():
-    def no_optimizer(parameters: object) -> torch.optim.Optimizer:
-        raise RuntimeError("no such optimizer")
+def test_where_not_even_the_optimizer_can_be_made_both_reasons_are_given(script):
+    def no_optimizer(trace: Trace, method: str, variant: Variant) -> Trace:
+        raise RuntimeError("no such optimizer" if method == "states" else "no such column")
 
+    script.step = no_optimizer
     with pytest.raises(CannotTraceError) as error:
-        predicted(optimizer=no_optimizer)
-    assert "RuntimeError: no such optimizer" in str(error.value)
-    line = no_optimizer.__code__.co_firstlineno + 1
-    why = f"(RuntimeError: no such optimizer, at {__file__}:{line})"
-    assert f"the optimizer could not run on a copy {why}" in str(error.value)
+        predicted()
+    place = f"{__file__}:{no_optimizer.__code__.co_firstlineno + 1}"
+    assert str(error.value) == (
+        f"the step could not run on a copy (RuntimeError: no such column, at {place}); "
+        f"the optimizer could not run on a copy (RuntimeError: no such optimizer, at {place})"
+    )
 
 
-def test_one_size_alone_is_captured_where_the_batch_cannot_be_resized():
+def test_one_size_alone_is_captured_where_the_batch_cannot_be_resized(script):
     prediction = predict(program_of(), 16, EXACT, scalable=False)
     assert (prediction.curve.scalable, prediction.curve.growth, list(prediction.curve.captured)) == (False, None, [16])
     assert prediction.footprint_at(16).peak_allocated_bytes == peak(16)
@@ -339,72 +393,53 @@ def test_one_size_alone_is_captured_where_the_batch_cannot_be_resized():
 # How it grows
 
 
-def sizes_run(step: Callable[[Any, Any], Any]) -> tuple[Callable[[Any, Any], Any], list[int]]:
-    """A step, and the sizes it ran at: each twice, for two optimizer steps."""
-    sizes: list[int] = []
-
-    def counted(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        sizes.append(len(x))
-        return step(model, x)
-
-    return counted, sizes
-
-
-@pytest.mark.usefixtures("here")
-def test_three_small_sizes_are_run_and_no_other_whatever_is_asked():
-    step, sizes = sizes_run(plain)
-    prediction = predicted(step)
+def test_three_small_sizes_are_run_and_no_other_whatever_is_asked(script):
+    prediction = predicted()
     for n in (1, 16, 100, 10**6):
-        prediction.footprint_at(n)
-    assert sizes == [4, 4, 8, 8, 16, 16]
+        assert prediction.footprint_at(n).peak_allocated_bytes == peak(n)
+    assert script.asked == [4, 8, 16]
 
 
-@pytest.mark.usefixtures("here")
-def test_a_square_is_checked_at_a_fourth_size():
-    def every_sample_against_every_other(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        y = model(x)
-        return (y @ y.t()).exp().sum()
-
-    step, sizes = sizes_run(every_sample_against_every_other)
-    prediction = predicted(step)
+def test_a_square_is_checked_at_a_fourth_size(script):
+    script.step = lambda trace, *_: trace.plus({"activations": 4 * trace.batch_size**2})
+    prediction = predicted()
     assert prediction.curve.growth is not None
     assert prediction.curve.growth.degree == 2
-    assert sizes[::2] == [4, 8, 16, 32]
-    small, large = (prediction.footprint_at(n).peak_allocated_bytes for n in (1000, 2000))
-    assert 3.9 < large / small < 4
+    assert script.asked == [4, 8, 16, 32]
+    assert prediction.footprint_at(1000).peak_allocated_bytes == peak(1000) + 4 * 1000**2
 
 
-@pytest.mark.usefixtures("here")
-def test_a_step_that_runs_differently_at_each_size_is_captured_at_each_size_asked_for():
-    def more_layers_for_more_samples(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        return sum(model(x).tanh().sum() for _ in range(len(x) // 4))
-
-    step, sizes = sizes_run(more_layers_for_more_samples)
-    prediction = predicted(step)
+def test_a_step_that_runs_differently_at_each_size_is_captured_at_each_size_asked_for(script):
+    script.step = lambda trace, *_: trace.plus({str(layer): 32 for layer in range(trace.batch_size // 4)})
+    prediction = predicted()
     assert (prediction.curve.method, prediction.curve.growth, prediction.curve.scalable) == ("fake", None, True)
-    before = len(sizes)
-    prediction.footprint_at(20)
-    prediction.footprint_at(20)
-    assert sizes[before:] == [20, 20], "captured once, with its two steps"
+    before = len(script.asked)
+    for _ in range(2):
+        assert prediction.footprint_at(20).peak_allocated_bytes == peak(20) + 5 * 32
+    assert script.asked[before:] == [20], "captured once"
 
 
-def test_a_step_that_refuses_small_batches_is_run_at_the_size_asked_for_and_its_doubles():
-    def twenty_or_more(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        if len(x) < 20:
+def test_a_step_that_refuses_small_batches_is_run_at_the_size_asked_for_and_its_doubles(script):
+    def twenty_or_more(trace: Trace, *_: Any) -> Trace:
+        if trace.batch_size < 20:
             raise ValueError("too few samples")
-        return plain(model, x)
+        return trace
 
-    prediction = predicted(twenty_or_more, batch_size=24)
+    script.step = twenty_or_more
+    prediction = predicted(batch_size=24)
     assert prediction.curve.growth is not None
     assert prediction.curve.growth.sizes == (24, 48, 96)
     assert prediction.footprint_at(100).peak_allocated_bytes == peak(100)
 
 
-def test_a_step_that_runs_at_one_size_alone_is_known_at_that_size_alone():
-    def sixteen(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        return plain(model, x.view(16, 4))
+def test_a_step_that_runs_at_one_size_alone_is_known_at_that_size_alone(script):
+    def sixteen(trace: Trace, *_: Any) -> Trace:
+        if trace.batch_size != 16:
+            raise ValueError("not sixteen")
+        return trace
 
-    prediction = predicted(sixteen)
+    script.step = sixteen
+    prediction = predicted()
     assert (prediction.curve.method, prediction.curve.scalable) == ("fake", False)
     assert prediction.footprint_at(16).peak_allocated_bytes == peak(16)
 
@@ -412,46 +447,39 @@ def test_a_step_that_runs_at_one_size_alone_is_known_at_that_size_alone():
 # The proof at the chosen size
 
 
-@pytest.mark.usefixtures("here")
-def test_a_size_that_runs_as_it_grew_is_proven():
-    step, sizes = sizes_run(plain)
-    prediction = predicted(step)
+def test_a_size_that_runs_as_it_grew_is_proven(script):
+    prediction = predicted()
     assert prediction.proven_at(50) is prediction
-    assert sizes[-2:] == [50, 50]
+    assert script.asked == [4, 8, 16, 50]
 
 
-@pytest.mark.usefixtures("here")
-def test_a_size_that_was_captured_needs_no_proof():
-    step, sizes = sizes_run(plain)
-    prediction = predicted(step)
+def test_a_size_that_was_captured_needs_no_proof(script):
+    prediction = predicted()
     assert prediction.proven_at(16) is prediction
-    assert sizes == [4, 4, 8, 8, 16, 16]
+    assert script.asked == [4, 8, 16]
 
 
-def test_a_size_that_runs_otherwise_puts_an_end_to_growth_and_a_note_says_so():
-    def two_ways(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        y = model(x)
-        return (y.tanh() if len(x) > 40 else y).sum()
-
-    grown = predicted(two_ways)
-    promised = grown.footprint_at(50).peak_allocated_bytes
+def test_a_size_that_runs_otherwise_puts_an_end_to_growth_and_a_note_says_so(script):
+    script.step = lambda trace, *_: trace.plus({"activations": 32 * trace.batch_size * (trace.batch_size > 40)})
+    grown = predicted()
     proven = grown.proven_at(50)
     assert proven.curve.growth is None
     assert proven.curve.notes == (
         "memory at batch size 50 is off the line through others: each size is predicted by itself",
     )
-    assert proven.footprint_at(50).peak_allocated_bytes == promised + 50 * 32 - 128, "tanh keeps its result"
-    assert proven.footprint_at(30).peak_allocated_bytes == grown.footprint_at(30).peak_allocated_bytes
-    assert grown.footprint_at(50).peak_allocated_bytes == promised, "the first prediction was edited"
+    assert proven.footprint_at(50).peak_allocated_bytes == peak(50) + 50 * 32
+    assert proven.footprint_at(30).peak_allocated_bytes == peak(30)
+    assert grown.footprint_at(50).peak_allocated_bytes == peak(50), "the first prediction was edited"
 
 
-def test_a_size_at_which_the_step_raises_is_told_apart_from_one_that_grows_otherwise():
-    def even(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        if len(x) % 2:
+def test_a_size_at_which_the_step_raises_is_told_apart_from_one_that_grows_otherwise(script):
+    def even(trace: Trace, *_: Any) -> Trace:
+        if trace.batch_size % 2:
             raise ValueError("samples come in pairs")
-        return plain(model, x)
+        return trace
 
-    prediction = predicted(even)
+    script.step = even
+    prediction = predicted()
     with pytest.raises(StepFailsError, match=r"at batch size 51 .* samples come in pairs"):
         prediction.proven_at(51)
     assert prediction.proven_at(50) is prediction
@@ -459,7 +487,6 @@ def test_a_size_at_which_the_step_raises_is_told_apart_from_one_that_grows_other
 
 # A GPU that is not there
 
-CUDA = AllocatorSettings()
 H200 = gpus.find("NVIDIA H200")
 
 
@@ -556,26 +583,12 @@ def test_states_alone_are_made_on_a_gpu_that_is_not_there():
     assert (parts["parameters"], parts["optimizer_state"]) == (512, 1024)
 
 
-def test_a_worst_case_is_known_on_a_gpu_that_is_not_there():
-    prediction = predict(on_an_h200(keeps_by_mask), 16, CUDA)
-    assert prediction.curve.method == "worst-case"
-    assert prediction.footprint_at(100_000).notes == ("indexing with a mask was assumed to return its largest result",)
+def test_a_step_that_runs_otherwise_at_each_small_size_for_real_runs_at_the_size_asked_for(script):
+    def branches(trace: Trace, *asked: Any) -> Trace:
+        return for_real(trace, *asked).plus({"activations": 32} if trace.batch_size == 4 else {})
 
-
-def test_a_context_that_was_not_measured_gives_bounds():
-    found = predict(on_an_h200(), 16, CUDA, context_bytes=Range(1000, 2000, 3000)).footprint_at(16)
-    assert found.low is not None
-    assert found.high is not None
-    assert [each.outside_bytes for each in (found.low, found, found.high)] == [1000, 2000, 3000]
-    assert found.most_device_bytes == found.peak_reserved_bytes + 3000
-
-
-def test_a_step_that_runs_otherwise_at_each_small_size_for_real_runs_at_the_size_asked_for():
-    def branches(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        needs_a_value(model, x)
-        return model(torch.relu(x) if len(x) == 4 else x).sum()
-
-    prediction = predicted(branches)
+    script.step = branches
+    prediction = predicted()
     assert (prediction.curve.method, prediction.curve.growth, prediction.curve.scalable) == ("real", None, True)
     assert [prediction.footprint_at(n).peak_allocated_bytes for n in (16, 20)] == [peak(16), peak(20)]
 
@@ -638,34 +651,39 @@ def test_where_memory_depends_on_values_the_largest_of_some_draws_is_predicted_w
     assert said
 
 
-@pytest.mark.usefixtures("here")
-def test_real_batches_of_every_size_come_from_the_draws():
-    step, sizes = sizes_run(needs_a_value)
-    prediction = predicted(step, batches=drawn())
+def test_real_batches_of_every_size_come_from_the_draws(script):
+    script.step = for_real
+    prediction = predicted(batches=drawn())
     assert prediction.curve.growth is not None
-    assert set(sizes) == {2, 4, 8, 16}
+    assert set(script.asked) == {2, 4, 8, 16}
     assert prediction.proven_at(24) is prediction
-    assert 24 in sizes
+    assert 24 in script.asked
 
 
 @pytest.mark.parametrize(("limit", "largest", "draws"), [("_MOST_SECONDS", 4, 4), ("_TOO_SLOW_SECONDS", 2, 0)])
-def test_a_size_that_would_take_too_long_to_run_is_drawn_on_from_those_that_ran(monkeypatch, limit, largest, draws):
+def test_a_size_that_would_take_too_long_to_run_is_drawn_on_from_those_that_ran(
+    script, monkeypatch, limit, largest, draws
+):
     monkeypatch.setattr("lightning_memguard.core.capture.predict._MOST_SECONDS", 0.0)
     monkeypatch.setattr(f"lightning_memguard.core.capture.predict.{limit}", 0.0)
-    prediction = predicted(more_layers_for_larger_values, batches=drawn())
+    script.step = by_value
+    prediction = predicted(batches=drawn())
     assert len(prediction.curve.variants) == draws
     ran, beyond = (prediction.footprint_at(n) for n in (8, 8000))
     assert beyond.peak_allocated_bytes == pytest.approx(1000 * ran.peak_allocated_bytes, rel=0.5)
     assert f"the memory at batch size 8000 is extrapolated from batch size {largest}" in " ".join(beyond.notes)
     assert pickle.loads(pickle.dumps(prediction.curve.packed())).footprint_at(8000) == beyond
+    assert max(script.asked) <= 4
 
 
-def test_a_step_that_fails_for_real_at_the_chosen_size_says_so():
-    def at_most_16(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        assert len(x) <= 16, "too many"
-        return more_layers_for_larger_values(model, x)
+def test_a_step_that_fails_for_real_at_the_chosen_size_says_so(script):
+    def at_most_16(trace: Trace, *asked: Any) -> Trace:
+        if trace.batch_size > 16:
+            raise ValueError("too many")
+        return by_value(trace, *asked)
 
-    prediction = predicted(at_most_16, batches=drawn())
+    script.step = at_most_16
+    prediction = predicted(batches=drawn())
     assert prediction.footprint_at(20).peak_allocated_bytes > prediction.footprint_at(16).peak_allocated_bytes
     with pytest.raises(StepFailsError, match="too many"):
         prediction.proven_at(20)
@@ -706,10 +724,6 @@ def passes(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return sum(model(x).tanh().sum() for _ in range(int(np.random.randint(1, 5))))
 
 
-def mixes(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return plain(model, random.random() * x)
-
-
 @pytest.mark.parametrize("step", long_but([drops_layers], [resizes, drops_layers, passes]))
 def test_sizes_that_a_step_draws_are_predicted_at_their_largest_whatever_the_seed(step: Any) -> None:
     found = []
@@ -734,8 +748,10 @@ def test_the_largest_size_that_a_step_can_draw_is_within_its_range() -> None:
     assert found.lowest.allocated_bytes < most.peak_allocated_bytes <= found.highest.allocated_bytes
 
 
-def test_random_numbers_that_change_no_size_make_no_range() -> None:
-    assert predicted(mixes).footprint_at(50).doubts == ()
+def test_random_numbers_that_change_no_size_make_no_range(script) -> None:
+    script.step = lambda trace, *_: replace(trace, draws=True)
+    assert predicted().footprint_at(50).doubts == ()
+    assert script.asked == [4, 8, 16, 4, 4, 4], "three seeds tell"
 
 
 # What grows from step to step
@@ -820,13 +836,11 @@ def test_what_was_captured_until_the_deadline_is_used_with_a_range(time_is_up: C
     assert prediction.footprint_at(8).high is None
 
 
-@pytest.mark.children
-def test_a_size_asked_for_after_the_deadline_is_extrapolated_with_a_range(time_is_up: Callable[..., int]) -> None:
-    program = program_of()
-    with until_deadline(program):
-        prediction = Prediction(program, replace(predict(program, 12, EXACT).curve, growth=None))
-        time_is_up()
-        found = prediction.footprint_at(32)
+def test_a_size_asked_for_after_the_deadline_is_extrapolated_with_a_range(script) -> None:
+    prediction = predicted(batch_size=12)
+    prediction.curve = replace(prediction.curve, growth=None)
+    script.time_is_up()
+    found = prediction.footprint_at(32)
     assert found.peak_allocated_bytes == peak(32)
     assert found.high.allocated_bytes == peak(16) + 16 * 48 * (2**2 - 1)
     assert any(
@@ -834,29 +848,17 @@ def test_a_size_asked_for_after_the_deadline_is_extrapolated_with_a_range(time_i
     )
 
 
-@pytest.mark.children
-def test_a_proof_that_the_deadline_cuts_short_is_noted(time_is_up: Callable[..., int]) -> None:
-    program = program_of()
-    with until_deadline(program):
-        prediction = predict(program, 64, EXACT)
-        time_is_up()
-        prediction = prediction.proven_at(64)
+def test_a_proof_that_the_deadline_cuts_short_is_noted(script) -> None:
+    prediction = predicted(batch_size=64)
+    script.time_is_up()
+    prediction = prediction.proven_at(64)
     assert prediction.curve.notes == ("time was up (max_setup_seconds): the step was not captured at batch size 64",)
     assert prediction.footprint_at(64).high is None
 
 
-@pytest.mark.children
-def test_real_steps_that_the_deadline_leaves_out_are_noted(
-    time_is_up: Callable[..., int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def reading(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        return plain(model, x) if x.sum().item() > 0 else model(x).mean()
-
-    start, program = Captures.start, program_of(reading)
-    only_first = lambda *given: start(*given) if given[4:] in ((), (FIRST,)) else time_is_up()  # noqa: E731
-    monkeypatch.setattr(Captures, "start", only_first)
-    with until_deadline(program):
-        prediction = predict(program, 64, EXACT)
+def test_real_steps_that_the_deadline_leaves_out_are_noted(script) -> None:
+    script.step, script.is_late = for_real, lambda size, method, variant: variant != FIRST
+    prediction = predicted(batch_size=64)
     found = prediction.footprint_at(64)
     assert (found.method, found.high.allocated_bytes > 8 * found.low.allocated_bytes) == ("real", True)
     captured = prediction.footprint_at(8)
@@ -868,51 +870,42 @@ def test_real_steps_that_the_deadline_leaves_out_are_noted(
     )
 
 
-@pytest.mark.children
-def test_largest_results_that_the_deadline_lets_no_real_step_check_are_the_upper_end(
-    time_is_up: Callable[..., int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def chosen(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        y = model(x)
-        return y[y[:, 0] > 0].square().sum()
+def test_largest_results_that_the_deadline_lets_no_real_step_check_are_the_upper_end(script) -> None:
+    """Real batches keep half of the samples."""
 
-    start, program = Captures.start, program_of(chosen)
-    monkeypatch.setattr(Captures, "start", lambda *given: time_is_up() if given[3] == "real" else start(*given))
-    with until_deadline(program):
-        found = predict(program, 16, EXACT).footprint_at(16)
-    whole = predict(program, 16, EXACT).footprint_at(16)
+    def chosen(trace: Trace, method: str, variant: Variant) -> Trace:
+        if method == "fake":
+            raise ValueNeededError("which rows")
+        kept = {"fake": 1.0, "worst-case": 1.0, "sampled": 0.5, "real": 0.5}[method]
+        trace = trace.plus({"activations": int(4000 * trace.batch_size * kept)})
+        return replace(trace, shares=((("", "aten.index.Tensor"), ()),) if method == "real" else ())
+
+    script.step, script.is_late = chosen, lambda size, method, variant: method == "real"
+    found = predicted().footprint_at(16)
+    script.is_late = lambda size, method, variant: False
+    whole = predicted().footprint_at(16)
     assert (found.method, whole.method) == ("worst-case", "sampled")
     assert found.low.allocated_bytes < whole.peak_allocated_bytes
     assert found.high.allocated_bytes >= whole.peak_allocated_bytes
     assert "other values were not tried: at most with results as large as their operators can make them" in found.notes
 
 
-@pytest.mark.children
-def test_what_a_deadline_leaves_open_is_bounded_by_what_grew_between_two_sizes(time_is_up: Callable[..., int]) -> None:
+def test_what_a_deadline_leaves_open_is_bounded_by_what_grew_between_two_sizes(script) -> None:
     """Of 1 MiB that the step makes whatever its batch, none grows with the square; no range begins below zero."""
-
-    def with_constants(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        constant = torch.zeros(1 << 18)
-        return plain(model, x) + constant.sum()
-
-    program = program_of(with_constants)
-    with until_deadline(program, next_size=time_is_up):
+    script.step = lambda trace, *_: trace.plus({"temporaries": 1 << 20})
+    with until_deadline(program := program_of(), next_size=script.time_is_up):
         prediction = predict(program, 64, EXACT).proven_at(64)
-    found, whole = prediction.footprint_at(64), predict(program, 64, EXACT).footprint_at(64)
+    found = prediction.footprint_at(64)
     assert found.is_cut
-    assert found.lowest.allocated_bytes <= whole.peak_allocated_bytes <= found.high.allocated_bytes < 2 << 20
+    assert found.lowest.allocated_bytes <= peak(64) + (1 << 20) <= found.high.allocated_bytes < 2 << 20
 
 
-@pytest.mark.children
-def test_real_steps_that_the_deadline_leaves_out_at_the_size_asked_for_do_not_fail(
-    time_is_up: Callable[..., int],
-) -> None:
-    program = program_of(more_layers_for_larger_values, batches=drawn())
-    with until_deadline(program):
-        prediction = predict(program, 16, EXACT)
-        time_is_up()
-        found = prediction.footprint_at(20)
-        assert prediction.proven_at(20) is prediction
+def test_real_steps_that_the_deadline_leaves_out_at_the_size_asked_for_do_not_fail(script) -> None:
+    script.step = by_value
+    prediction = predicted(batches=drawn())
+    script.time_is_up()
+    found = prediction.footprint_at(20)
+    assert prediction.proven_at(20) is prediction
     assert found.is_cut
     assert "extrapolated from batch size" in " ".join(found.notes)
 
