@@ -57,12 +57,16 @@ def read(name: str) -> Any:
     return value_of(gzip.decompress((FOLDER / f"{name}.jsonl.gz").read_bytes()).decode().splitlines())
 
 
-def played(program: Any, batch_size: int, *_: object, **__: object) -> Any:
-    """In place of a capture: the step of a small training at that size, from its tapes, whatever the program is."""
+def played(program: Any, batch_size: int, method: str = "fake", *_: object, **__: object) -> Any:
+    """In place of a capture: the step of a small training at that size, from its tapes, whatever the program is.
+
+    Asked for the states alone, it is those of another training.
+    """
     kind = "fit" if program.trains else "fit_validation"
     kind = "fit_accumulating" if (program.batches_per_step or 1) > 1 else kind
     growth = read("fit_gpu" if program.device.type == "cuda" else kind).growth
-    return replace(growth.at(batch_size), batch=program.expected_batch(batch_size))
+    trace = read("fails").trace_at(batch_size) if method == "states" else growth.at(batch_size)
+    return replace(trace, batch=program.expected_batch(batch_size))
 
 
 def lines_of(value: object) -> list[str]:

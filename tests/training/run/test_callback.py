@@ -47,11 +47,19 @@ class Sized(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+class Lost(Sized):
+    """Its loss is not a number."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return super().training_step(batch, batch_idx) * math.nan
+
+
 @pytest.mark.captures
-def test_a_plain_loader_is_trained_at_the_chosen_size(trainer: Any, dataset: TensorDataset) -> None:
-    module, guard = Sized(), MemGuard(batch_size="largest", max_batch_size=40)
+@pytest.mark.parametrize("kind", [Sized, Lost])
+def test_a_plain_loader_is_trained_at_the_chosen_size(trainer: Any, dataset: TensorDataset, kind: type[Sized]) -> None:
+    module, guard = kind(), MemGuard(batch_size="largest", max_batch_size=40)
     loader = DataLoader(dataset, batch_size=4)
-    trainer(guard).fit(module, train_dataloaders=loader)
+    trainer(guard, detect_anomaly=False).fit(module, train_dataloaders=loader)
     assert (guard.decision.requested_batch_size, guard.decision.batch_size) == (4, 40)
     assert sizes_seen(module) == [40, 40, 20]
     assert loader.batch_size == 4
@@ -65,6 +73,7 @@ def test_a_budget_sets_the_size_and_the_peak_keeps_within_it(decided: Any, datas
     assert 2 < decision.batch_size < 100
 
 
+@pytest.mark.usefixtures("without_advice")
 def test_too_small_a_budget_stops_the_fit_before_it_starts(trainer: Any, small: Any, dataset: TensorDataset) -> None:
     module = small()
     with pytest.raises(DoesNotFitError, match=r"Batch size 1 needs .*; .* offers 19.0 KiB after a 5% margin"):
@@ -78,7 +87,6 @@ def test_check_changes_nothing_and_warns_where_it_does_not_fit(trainer: Any, dat
     assert sizes_seen(module) == [50, 50]
 
 
-@pytest.mark.captures
 @pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
 def test_both_packages_train_guarded(package: str, dataset: TensorDataset) -> None:
     theirs = importlib.import_module(package)
@@ -148,7 +156,6 @@ class OwnLoader(Sized):
         self.size_while_training = self.hparams_initial["batch_size"]
 
 
-@pytest.mark.captures
 def test_a_module_that_makes_its_own_loader_and_layers(trainer: Any) -> None:
     module, guard = OwnLoader(), MemGuard(batch_size="largest", max_batch_size=20)
     trainer(guard).fit(module)
@@ -441,17 +448,6 @@ def test_a_step_that_returns_none(trainer: Any, dataset: TensorDataset) -> None:
     assert "no backward pass" in " ".join(guard.decision.footprint.notes)
 
 
-@pytest.mark.captures
-def test_a_loss_that_is_not_a_number(trainer: Any, dataset: TensorDataset) -> None:
-    class Lost(Sized):
-        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            return super().training_step(batch, batch_idx) * math.nan
-
-    guard = MemGuard(batch_size="largest", max_batch_size=50)
-    trainer(guard, detect_anomaly=False).fit(Lost(), train_dataloaders=DataLoader(dataset, batch_size=4))
-    assert guard.decision.batch_size == 50
-
-
 @pytest.mark.parametrize(
     ("settings", "returned"),
     [
@@ -577,8 +573,6 @@ def _arguments(hook: str) -> tuple[Any, ...]:
     return (more[hook],) if hook in more else ()
 
 
-@pytest.mark.usefixtures("at_own_size")
-@pytest.mark.captures
 def test_a_step_that_takes_the_iterator(trainer: Any, dataset: TensorDataset) -> None:
     """Lightning cannot tell the size of its batches, and refuses ``self.log`` without one."""
 

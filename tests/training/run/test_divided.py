@@ -153,7 +153,6 @@ def test_what_is_said(trainer: Any, tuned: Any, data: TensorDataset) -> None:
     assert decided(601).reason.endswith("samples instead of 601.")
 
 
-@pytest.mark.captures
 @pytest.mark.parametrize(
     ("kind", "callbacks", "because"),
     [

@@ -155,8 +155,6 @@ def test_a_fit_that_ran_out_of_memory_makes_the_next_one_smaller_until_one_has_r
     assert "from 1 earlier run on this GPU" in setup_text(second)
 
 
-@pytest.mark.captures
-@pytest.mark.usefixtures("captured_once")
 def test_the_signature_is_the_steps_whatever_its_batch_size(gpu: Gpu) -> None:
     for size in (2, 16, 63, 256):
         gpu.run(size=size)

@@ -135,16 +135,11 @@ def test_what_a_step_that_returns_none_keeps_of_an_epoch_is_predicted(tmp_path, 
     assert any("Collects.on_train_epoch_end takes" in note for note in guard.decision.notes)
 
 
-def test_predictions_that_do_not_fit_are_named_with_the_argument_that_keeps_none(tmp_path):
+def test_predictions_that_do_not_fit_are_named_with_the_argument_that_keeps_none_with_which_they_fit(tmp_path):
     with pytest.raises(DoesNotFitError, match="return_predictions=False keeps none"):
         trainer(tmp_path, MemGuard(budget="40MiB")).predict(Predicts(), DataLoader(DATA, 64))
-    guard = MemGuard("check", budget="40MiB")
-    trainer(tmp_path, guard).predict(Predicts(), DataLoader(DATA, 64))
-    assert "return_predictions=False" in guard.decision.notes[0]
-
-
-@pytest.mark.usefixtures("at_own_size")
-def test_predictions_that_are_not_returned_fit(tmp_path):
-    guard = MemGuard("check", budget="40MiB")
-    trainer(tmp_path, guard).predict(Predicts(), DataLoader(DATA, 64), return_predictions=False)
-    assert guard.decision.fits
+    for keeps in (True, False):
+        guard = MemGuard("check", budget="40MiB")
+        trainer(tmp_path, guard).predict(Predicts(), DataLoader(DATA, 64), return_predictions=keeps)
+        assert ("return_predictions=False" in "".join(guard.decision.notes[:1])) is keeps
+        assert guard.decision.fits is not keeps

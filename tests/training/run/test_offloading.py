@@ -261,6 +261,7 @@ def test_always_lets_a_larger_batch_fit_and_trains_the_same_weights(trainer: Any
     assert same(trained(larger), weights)
 
 
+@pytest.mark.usefixtures("taped")
 def test_the_strategy_is_left_as_it_was(train: Train, trainer: Any) -> None:
     def stop(_: torch.Tensor, batch_idx: int) -> None:
         if batch_idx == 3:
@@ -273,6 +274,7 @@ def test_the_strategy_is_left_as_it_was(train: Train, trainer: Any) -> None:
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
 
+@pytest.mark.usefixtures("taped")
 def test_why_activations_cannot_move_is_in_the_note(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(batch: torch.Tensor, _: int) -> None:
         if len(batch) > 1000:

@@ -16,7 +16,7 @@ from tests.training.quiet import quiet_trainer
 
 pytestmark = [
     pytest.mark.skipif(not tensor_counter.is_available(), reason="needs glibc's mallinfo2"),
-    pytest.mark.usefixtures("at_own_size"),
+    pytest.mark.usefixtures("taped"),
 ]
 
 

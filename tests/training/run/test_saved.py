@@ -87,16 +87,14 @@ def test_what_a_checkpoint_holds_is_what_its_file_holds(tmp_path, kind, mib):
     assert guard.decision.footprint.parts["checkpoint"] == mib * MIB
 
 
-def test_a_callback_that_saves_is_counted_and_named(tmp_path, monkeypatch):
+@pytest.mark.parametrize("saves", [True, False])
+def test_a_callback_that_saves_is_counted_and_named_and_a_method_that_no_hook_reaches_is_not(
+    tmp_path, monkeypatch, saves
+):
     monkeypatch.chdir(tmp_path)
-    decision = fit(Net(), tmp_path, Saver()).decision
-    assert decision.footprint.parts["checkpoint"] == 4 * MIB
-    assert any("Saver.on_train_epoch_end saves the training" in note for note in decision.notes)
-
-
-def test_a_method_that_no_hook_reaches_saves_nothing(tmp_path):
-    footprint = fit(Net(), tmp_path, NeverSaves()).decision.footprint
-    assert "checkpoint" not in footprint.parts
+    decision = fit(Net(), tmp_path, Saver() if saves else NeverSaves()).decision
+    assert decision.footprint.parts.get("checkpoint") == (4 * MIB if saves else None)
+    assert any("Saver.on_train_epoch_end saves the training" in note for note in decision.notes) is saves
 
 
 class Data(pl.LightningDataModule):
