@@ -32,6 +32,7 @@ from lightning_memguard.core.kernels.arguments import Call
 from lightning_memguard.core.kernels.attention import SEEDS_ON_DEVICE
 from lightning_memguard.core.kernels.templates import kernel_of
 from lightning_memguard.core.simulation import driver, fake_cuda
+from lightning_memguard.core.simulation.backward import walking
 from lightning_memguard.core.simulation.fake_cuda import FAKE_DEVICE, FakeCudaMode, simulated_cuda, simulated_gpu
 from lightning_memguard.core.trace.scratch import NONE
 from lightning_memguard.core.trace.trace import Trace
@@ -60,9 +61,8 @@ class Operators(TorchDispatchMode):
 
 @contextmanager
 def simulating(gpu: Gpu = H200) -> Iterator[Operators]:
-    """Inside, a step runs as it does while it is captured."""
-    recorder = Recorder("cuda", kernel_target=gpu.kernel_target)
-    with tensors(fake=True, gpu=gpu), watching(recorder, nn.Identity()), Operators() as seen:
+    """Inside, a step runs as it does while it is captured, and nothing records it."""
+    with tensors(fake=True, gpu=gpu), walking(), Operators() as seen:
         yield seen
 
 
@@ -531,7 +531,7 @@ def test_cudnn_is_asked_for_its_version_while_no_gpu_is_seen(monkeypatch: pytest
         return 91900
 
     monkeypatch.setattr(torch.backends.cudnn, "version", version)
-    with simulating(V100):
+    with simulating(V100), watching(Recorder("cuda", kernel_target=V100.kernel_target), nn.Identity()):
         nn.Conv2d(3, 3, 3, device="cuda")(torch.ones(2, 3, 4, 4, device="cuda")).sum().backward()
     assert seen[0] is False
 

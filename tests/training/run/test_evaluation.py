@@ -204,19 +204,21 @@ def test_what_runs_inside_one_operator(as_measured: Any, kind: str, precision: s
 
 
 @pytest.mark.parametrize(
-    ("size", "inference_mode"),
-    long_but([(32, False), (256, True)], [(32, True), (32, False), (128, True), (256, True)]),
+    ("stage", "size", "settings"),
+    [
+        ("validate", 32, {"inference_mode": False}),
+        ("validate", 256, {"inference_mode": True}),
+        ("test", 32, {"limit_test_batches": 3}),
+        ("test", 32, {"limit_test_batches": 0.5}),
+        pytest.param("validate", 32, {"inference_mode": True}, marks=pytest.mark.long),
+        pytest.param("validate", 128, {"inference_mode": True}, marks=pytest.mark.long),
+    ],
 )
-def test_outputs_that_are_kept_stand_there_once_for_every_batch(
-    keeping: Any, wide_data: Any, as_measured: Any, size: int, inference_mode: bool
+def test_outputs_that_are_kept_stand_there_once_for_every_batch_that_limits_leave(
+    keeping: Any, wide_data: Any, as_measured: Any, stage: str, size: int, settings: dict[str, Any]
 ) -> None:
     """Also where there are fewer batches than it takes to see that they pile up."""
-    as_measured(run("validate", keeping, wide_data, size=size), inference_mode=inference_mode)
-
-
-@pytest.mark.parametrize("limit", [3, 0.5], ids=str)
-def test_limits_tell_how_much_piles_up(keeping: Any, wide_data: Any, as_measured: Any, limit: float) -> None:
-    as_measured(run("test", keeping, wide_data, size=32), limit_test_batches=limit)
+    as_measured(run(stage, keeping, wide_data, size=size), **settings)
 
 
 def test_several_loaders_one_after_the_other(keeping: Any, wide_data: Any, as_measured: Any) -> None:
@@ -282,18 +284,14 @@ def test_an_average_is_there_during_validation(evaluated: Any, wide_data: Any, m
     assert decision.footprint.parts["callbacks"] == WEIGHTS
 
 
-def test_accumulated_gradients_are_gone_by_the_end_of_an_epoch(
-    evaluated: Any, wide_data: Any, many: Any, as_measured: Any
+@pytest.mark.parametrize(
+    ("interval", "gradients"), [({}, 0), ({"val_check_interval": 3}, WEIGHTS)], ids=["epoch's end", "within a step"]
+)
+def test_accumulated_gradients_are_there_during_validation_within_a_step_and_gone_by_the_end_of_an_epoch(
+    evaluated: Any, wide_data: Any, many: Any, as_measured: Any, interval: dict[str, int], gradients: int
 ) -> None:
-    decision = as_measured(fit(evaluated, wide_data, many, 2048), accumulate_grad_batches=2)
-    assert decision.footprint.parts["gradients"] == 0
-
-
-def test_accumulated_gradients_are_there_during_validation_within_a_step(
-    evaluated: Any, wide_data: Any, many: Any, as_measured: Any
-) -> None:
-    decision = as_measured(fit(evaluated, wide_data, many, 2048), accumulate_grad_batches=2, val_check_interval=3)
-    assert decision.footprint.parts["gradients"] == WEIGHTS
+    decision = as_measured(fit(evaluated, wide_data, many, 2048), accumulate_grad_batches=2, **interval)
+    assert decision.footprint.parts["gradients"] == gradients
 
 
 class Noting(pl.LightningModule):
