@@ -17,7 +17,6 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_packed_sequenc
 from lightning_memguard.core.batch.batches import Batches, Draws, batches_from_one
 from lightning_memguard.core.batch.nesting import batch_bytes, batch_size_of, map_tensors, tensors_in
 from lightning_memguard.core.capture.program import tensors
-from lightning_memguard.core.capture.recorder import Recorder, watching
 from lightning_memguard.core.simulation.constants import KnownFakeMode, known_value
 from lightning_memguard.errors import CannotTraceError
 
@@ -26,7 +25,7 @@ CPU = torch.device("cpu")
 
 @contextmanager
 def on_fake_tensors():
-    with tensors(fake=True), watching(Recorder("cpu"), nn.Identity()):
+    with tensors(fake=True):
         yield
 
 

@@ -1,5 +1,7 @@
 """What the operators of a step compute and move, added up by hand."""
 
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -47,10 +49,25 @@ def weight(*shape):
     return torch.ones(*shape, requires_grad=True)
 
 
-def test_a_product_reads_its_operands_and_writes_its_result():
-    assert works_of(torch.mm, torch.ones(2, 3), torch.ones(3, 5)) == (
-        Work("float32", 2 * 2 * 3 * 5, 4 * (6 + 15 + 10)),
-    )
+@pytest.mark.parametrize(
+    ("run", "tensors", "expected"),
+    [
+        pytest.param(
+            torch.mm, [torch.ones(2, 3), torch.ones(3, 5)], [("float32", 2 * 2 * 3 * 5, 4 * (6 + 15 + 10))],
+            id="a product reads its operands and writes its result",
+        ),
+        pytest.param(
+            lambda x: x.t().reshape(6, 1)[1:].expand(5, 7), [torch.ones(1, 6)], [], id="a view moves nothing"
+        ),
+        pytest.param(torch.neg, [torch.ones(1).expand(100)], [("", 0, 4 + 400)], id="an expanded tensor is read once"),
+        pytest.param(
+            F.embedding, [torch.zeros(2, dtype=torch.long), torch.ones(1000, 8)], [("", 0, 2 * 2 * 8 * 4)],
+            id="an embedding reads the rows that it returns",
+        ),
+    ],
+)  # fmt: skip
+def test_an_operator_moves_what_it_reads_and_writes(run, tensors, expected):
+    assert works_of(run, *tensors) == tuple(Work(*each) for each in expected)
 
 
 @pytest.mark.parametrize(("precision", "kind"), [("highest", "float32"), ("high", "tf32")])
@@ -65,36 +82,36 @@ def test_a_gpu_multiplies_in_the_format_that_was_set(precision, kind):
     assert work == Work(kind, 16, 48)
 
 
-def test_a_view_moves_nothing():
-    assert works_of(lambda x: x.t().reshape(6, 1)[1:].expand(5, 7), torch.ones(1, 6)) == ()
+def convolution(groups, transposed, forward):
+    """As much for each gradient as forward."""
+    shape = (4, 8 // groups, 3, 3) if transposed else (8, 4 // groups, 3, 3)
+    run = functools.partial(F.conv_transpose2d if transposed else F.conv2d, groups=groups)
+    flops = [forward // groups, 2 * forward // groups]
+    name = f"a {'transposed ' * transposed}convolution of {groups} groups"
+    return pytest.param(run, [weight(2, 4, 6, 6), weight(*shape)], flops, id=name)
 
 
-def test_an_expanded_tensor_is_read_once():
-    assert works_of(torch.neg, torch.ones(1).expand(100)) == (Work("", 0, 4 + 400),)
+OF_16_PLACES, OF_36_PLACES = (2 * 2 * places * 4 * 8 * 9 for places in (16, 36))
+ONCE, PRODUCT = 2 * 4 * 5 * 3 * 9, 2 * 2 * 16 * 16 * 8
 
 
-def test_an_embedding_reads_the_rows_that_it_returns():
-    (work,) = works_of(F.embedding, torch.zeros(2, dtype=torch.long), torch.ones(1000, 8))
-    assert work.nbytes == 2 * 2 * 8 * 4
-
-
-@pytest.mark.parametrize(("groups", "transposed"), [(1, False), (2, False), (4, False), (1, True), (2, True)])
-def test_a_convolution_costs_as_much_for_each_gradient_as_forward(groups, transposed):
-    images, shape = weight(2, 4, 6, 6), (4, 8 // groups, 3, 3) if transposed else (8, 4 // groups, 3, 3)
-    convolve = F.conv_transpose2d if transposed else F.conv2d
-    out = 36 if transposed else 16  # places
-    forward = 2 * 2 * out * 4 * 8 * 9 // groups
-    assert products_of(lambda x, w: convolve(x, w, groups=groups), images, weight(*shape)) == [forward, 2 * forward]
-
-
-def test_the_first_layer_has_no_gradient_of_its_input():
-    forward, backward = products_of(F.conv2d, torch.ones(1, 3, 4, 4), weight(5, 3, 3, 3))
-    assert forward == backward == 2 * 4 * 5 * 3 * 9
-
-
-def test_attention_costs_five_products_backward_for_two_forward():
-    forward, backward = products_of(F.scaled_dot_product_attention, *(weight(1, 2, 16, 8) for _ in range(3)))
-    assert (forward, backward) == (2 * 2 * 2 * 16 * 16 * 8, 5 * 2 * 2 * 16 * 16 * 8)
+@pytest.mark.parametrize(
+    ("run", "tensors", "flops"),
+    [
+        *(convolution(groups, False, OF_16_PLACES) for groups in (1, 2, 4)),
+        *(convolution(groups, True, OF_36_PLACES) for groups in (1, 2)),
+        pytest.param(
+            F.conv2d, [torch.ones(1, 3, 4, 4), weight(5, 3, 3, 3)], [ONCE, ONCE],
+            id="the first layer has no gradient of its input",
+        ),
+        pytest.param(
+            F.scaled_dot_product_attention, [weight(1, 2, 16, 8) for _ in range(3)], [2 * PRODUCT, 5 * PRODUCT],
+            id="attention costs five products backward for two forward",
+        ),
+    ],
+)  # fmt: skip
+def test_products_cost_their_flops_forward_and_backward(run, tensors, flops):
+    assert products_of(run, *tensors) == flops
 
 
 @pytest.mark.parametrize(("groups", "kind"), [(1, "bfloat16"), (8, "bfloat16"), (16, "float32"), (64, "float32")])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -65,50 +66,53 @@ def reserved(trace: Trace, **settings: Any) -> tuple[int, int, int]:
     return known.low.reserved_bytes, known.peak_reserved_bytes, most
 
 
-def test_memory_comes_back_when_the_host_has_waited() -> None:
+def waits(used: Used) -> None:
+    for _ in range(4):
+        used.once().synchronize()
+
+
+def waits_never(used: Used) -> None:
+    for _ in range(4):
+        used.once()
+
+
+def with_in_flight(count: int, used: Used) -> None:
+    events = []
+    for _ in range(6):
+        if len(events) == count:
+            events.pop(0).synchronize()
+        events.append(used.once())
+
+
+def waits_for_all(of: Callable[[], Any], used: Used) -> None:
+    for _ in range(3):
+        used.once()
+        used.once()
+        of().synchronize()
+
+
+def steps(used: Used) -> None:
+    for step in range(4):
+        used.recorder.mark("forward", step)
+        used.once()
+
+
+@pytest.mark.parametrize(
+    ("run", "most"),
+    [
+        pytest.param(waits, 1, id="memory comes back when the host has waited"),
+        pytest.param(waits_never, 4, id="at most none comes back before"),
+        pytest.param(partial(with_in_flight, 1), 1, id="one event in flight limits what waits"),
+        pytest.param(partial(with_in_flight, 2), 2, id="so do two"),
+        pytest.param(partial(waits_for_all, torch.cuda.current_stream), 2, id="the host may wait for all of a stream"),
+        pytest.param(partial(waits_for_all, lambda: torch.cuda), 2, id="or of the device"),
+        pytest.param(steps, 2, id="the host is less than a step ahead"),
+    ],
+)
+def test_what_waits_for_the_host_is_at_most_what_it_has_not_waited_for(run: Callable[[Used], None], most: int) -> None:
     with recorded() as (used, trace):
-        for _ in range(4):
-            used.once().synchronize()
-        assert reserved(trace()) == (SIZE, SIZE, SIZE)
-
-
-def test_at_most_none_comes_back_before() -> None:
-    with recorded() as (used, trace):
-        for _ in range(4):
-            used.once()
-        assert reserved(trace()) == (SIZE, SIZE, 4 * SIZE)
-
-
-@pytest.mark.parametrize("inflight", [1, 2])
-def test_a_limit_of_events_in_flight_limits_what_waits(inflight: int) -> None:
-    with recorded() as (used, trace):
-        events = []
-        for _ in range(6):
-            if len(events) == inflight:
-                events.pop(0).synchronize()
-            events.append(used.once())
-        assert reserved(trace()) == (SIZE, SIZE, inflight * SIZE)
-
-
-@pytest.mark.parametrize("of_stream", [False, True])
-def test_the_host_may_wait_for_all(of_stream: bool) -> None:
-    with recorded() as (used, trace):
-        for _ in range(3):
-            used.once()
-            used.once()
-            if of_stream:
-                torch.cuda.current_stream().synchronize()
-            else:
-                torch.cuda.synchronize()
-        assert reserved(trace()) == (SIZE, SIZE, 2 * SIZE)
-
-
-def test_the_host_is_less_than_a_step_ahead() -> None:
-    with recorded() as (used, trace):
-        for step in range(4):
-            used.recorder.mark("forward", step)
-            used.once()
-        assert reserved(trace()) == (SIZE, SIZE, 2 * SIZE)
+        run(used)
+        assert reserved(trace()) == (SIZE, SIZE, most * SIZE)
 
 
 def test_a_block_of_the_stream_that_uses_it_is_free_at_once() -> None:

@@ -178,24 +178,6 @@ def test_a_teacher_and_a_queue_are_counted_once(wide: Any, wide_data: Any, as_me
     assert decision.footprint.parts["callbacks"] == 4 * (700 * 700 + 700 + 2 * 1000 * 100)
 
 
-@pytest.mark.usefixtures("at_own_size")
-def test_what_belongs_to_the_module_is_not_counted_for_a_callback(
-    trainer: Any, wide: Any, wide_data: TensorDataset
-) -> None:
-    """Nor is what holds no bytes named as a part."""
-
-    class Holds(pl.Callback):
-        def __init__(self, module: Any) -> None:
-            self.module = module
-            self.weights = list(module.parameters())
-            self.best = torch.tensor(0.5)
-
-    module = wide()
-    footprint = decided(trainer, module, wide_data, Holds(module), pl.callbacks.Timer(), mode="check").footprint
-    assert footprint is not None
-    assert "callbacks" not in footprint.parts
-
-
 # -- pruning
 
 
@@ -246,8 +228,17 @@ class Prints(pl.Callback):
         trainer.callback_metrics.get("loss")
 
 
+class Holds(pl.Callback):
+    def __init__(self, module: Any) -> None:
+        self.module = module
+        self.weights = list(module.parameters())
+        self.best = torch.tensor(0.5)
+
+
 @pytest.mark.usefixtures("at_own_size")
-def test_callbacks_that_run_the_model_are_named(trainer: Any, wide: Any, wide_data: Any) -> None:
+def test_callbacks_that_run_the_model_are_named_and_what_is_the_modules_is_not_counted_for_one(
+    trainer: Any, wide: Any, wide_data: Any
+) -> None:
     def compute(*_: object) -> None:
         torch.ones(1).requires_grad_().backward()
 
@@ -261,10 +252,13 @@ def test_callbacks_that_run_the_model_are_named(trainer: Any, wide: Any, wide_da
         "LambdaCallback.on_train_epoch_end",
         "Samples.on_train_epoch_end",
     ]
-    guard = MemGuard("check")
-    trainer(guard, Samples(), Writes()).fit(wide(), DataLoader(wide_data, batch_size=64))
+    module = wide()
+    made = Samples(), Writes(), Holds(module), pl.callbacks.Timer()
+    decision = decided(trainer, module, wide_data, *made, mode="check")
     note = "memory that callbacks take as they run is measured, not predicted: Writes.on_train_epoch_end"
-    assert note in guard.decision.notes + guard.decision.footprint.notes, "what Samples does is predicted"
+    assert decision.footprint is not None
+    assert note in decision.notes + decision.footprint.notes, "what Samples does is predicted"
+    assert "callbacks" not in decision.footprint.parts, "nor is what holds no bytes named as a part"
 
 
 def test_lightnings_own_callbacks_are_predicted_or_take_nothing() -> None:

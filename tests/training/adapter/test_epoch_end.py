@@ -139,42 +139,40 @@ def fit(module: pl.LightningModule, folder, guard: MemGuard, *callbacks: pl.Call
 
 
 @pytest.mark.usefixtures("at_own_size")
-@pytest.mark.parametrize("kind", [Collects, InDictionary])
-def test_what_a_hook_joins_is_predicted(tmp_path, kind):
-    record = fit(kind(), tmp_path, MemGuard("check")).records[0]
-    assert record.measured.peak_bytes > 40 * MIB
+@pytest.mark.parametrize(
+    ("kind", "callback", "least_mib", "hook"),
+    [
+        ("Collects", "", 40, "on_validation_epoch_end"),
+        ("InDictionary", "", 40, "on_validation_epoch_end"),
+        ("Fitted", "", 48, "on_validation_start"),
+        *(("Plain", name, 16, "on_validation_epoch_end") for name in ("Joins", "JoinsInDictionary", "JoinsByMetric")),
+    ],
+)
+def test_what_a_hook_joins_or_fits_is_predicted(tmp_path, kind, callback, least_mib, hook):
+    callbacks = [globals()[callback]()] if callback else []
+    record = fit(globals()[kind](), tmp_path, MemGuard("check"), *callbacks).records[0]
+    assert record.measured.peak_bytes > least_mib * MIB
     assert record.error_ratio == pytest.approx(0, abs=0.05)
-    assert record.predicted.module == f"{kind.__name__}.on_validation_epoch_end"
+    assert record.predicted.module == f"{callback or kind}.{hook}"
+    assert all(each.joined == 2 for each in callbacks), "after the sanity check and validation: a copy of it ran"
 
 
 @pytest.mark.usefixtures("at_own_size")
-def test_a_hook_that_needs_values_is_named_with_a_bound(tmp_path):
-    guard = fit(ByHand(), tmp_path, MemGuard("check"))
-    assert any("ByHand.on_validation_epoch_end was not run on a copy" in note for note in guard.decision.notes)
-    assert guard.records[0].measured.peak_bytes <= guard.decision.footprint.most_device_bytes
-
-
-@pytest.mark.usefixtures("at_own_size")
-def test_a_hook_at_the_end_of_training_is_within_the_bound_and_named(tmp_path):
-    guard = fit(AtEpochEnd(), tmp_path, MemGuard("check"))
-    assert guard.records[0].measured.peak_bytes <= guard.decision.footprint.most_device_bytes
-    assert any("AtEpochEnd.on_train_epoch_end" in note for note in guard.decision.notes)
-
-
-@pytest.mark.usefixtures("at_own_size")
-@pytest.mark.parametrize("kind", ["Joins", "JoinsInDictionary", "JoinsByMetric"])
-def test_what_a_callback_collects_and_joins_is_predicted(tmp_path, kind):
-    record = fit(Plain(), tmp_path, MemGuard("check"), callback := globals()[kind]()).records[0]
-    assert record.measured.peak_bytes > 16 * MIB
-    assert record.error_ratio == pytest.approx(0, abs=0.05)
-    assert record.predicted.module == f"{kind}.on_validation_epoch_end"
-    assert callback.joined == 2, "after the sanity check and validation: a copy of it ran"
-
-
-@pytest.mark.usefixtures("at_own_size")
-def test_a_callback_that_does_more_than_compute_is_named(tmp_path):
-    guard = fit(Plain(), tmp_path, MemGuard("check"), JoinsInFile())
-    assert any("JoinsInFile.on_validation_epoch_end" in note for note in guard.decision.notes)
+@pytest.mark.parametrize(
+    ("kind", "callback", "words"),
+    [
+        ("ByHand", "", "ByHand.on_validation_epoch_end was not run on a copy"),
+        ("AtEpochEnd", "", "AtEpochEnd.on_train_epoch_end"),
+        ("FittedSlowly", "", "FittedSlowly.on_validation_start was not run on a copy (it makes"),
+        ("Plain", "JoinsInFile", "JoinsInFile.on_validation_epoch_end"),
+    ],
+    ids=["needs values", "at the end of training", "a long loop", "does more than compute"],
+)
+def test_a_hook_that_is_not_run_on_a_copy_is_named_with_a_bound(tmp_path, kind, callback, words):
+    guard = fit(globals()[kind](), tmp_path, MemGuard("check"), *([globals()[callback]()] if callback else []))
+    assert any(words in note for note in guard.decision.notes)
+    if not callback:
+        assert guard.records[0].measured.peak_bytes <= guard.decision.footprint.most_device_bytes
 
 
 @pytest.mark.usefixtures("at_own_size")
@@ -260,21 +258,6 @@ class FittedSlowly(Fitted):
     def __init__(self) -> None:
         super().__init__()
         self.bank.more = 3_000
-
-
-@pytest.mark.usefixtures("at_own_size")
-def test_a_fit_in_a_hook_of_validation_is_predicted(tmp_path):
-    record = fit(Fitted(), tmp_path, MemGuard("check")).records[0]
-    assert record.measured.peak_bytes > 48 * MIB
-    assert record.error_ratio == pytest.approx(0, abs=0.05)
-    assert record.predicted.module == "Fitted.on_validation_start"
-
-
-@pytest.mark.usefixtures("at_own_size")
-def test_a_hook_with_a_long_loop_is_within_a_bound_and_named(tmp_path):
-    guard = fit(FittedSlowly(), tmp_path, MemGuard("check"))
-    assert any("Slowly.on_validation_start was not run on a copy (it makes" in note for note in guard.decision.notes)
-    assert guard.records[0].measured.peak_bytes <= guard.decision.footprint.most_device_bytes
 
 
 class JoinsByMetric(Joins):

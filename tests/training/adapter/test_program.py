@@ -348,24 +348,6 @@ class AllTrained(FrozenFirst):
         return torch.optim.Adam(self.requires_grad_(True).parameters())
 
 
-def footprint_of(tuning: Tuning) -> Any:
-    assert tuning.profile is not None
-    return tuning.profile.prediction.footprint_at(10)
-
-
-@pytest.mark.usefixtures("at_own_size")
-def test_what_may_be_trained_later_is_in_the_range(trainer: Any, dataset: TensorDataset, tuned: Any) -> None:
-    """The first epoch takes what a frozen layer takes; at most, a step takes what it does with all layers trained."""
-    found, frozen, trained = (
-        footprint_of(tuned(trainer(max_epochs=2), kind(), dataset)) for kind in (Unfreezing, FrozenFirst, AllTrained)
-    )
-    assert found.peak_allocated_bytes == frozen.peak_allocated_bytes < trained.peak_allocated_bytes
-    assert found.low.allocated_bytes == frozen.peak_allocated_bytes
-    assert found.high.allocated_bytes == trained.peak_allocated_bytes
-    assert "frozen now may be trained" in found.notes[-1]
-    assert footprint_of(tuned(trainer(max_epochs=1), Unfreezing(), dataset)).high == frozen.high
-
-
 class NeverTrained(Unfreezing):
     """Its step fails once its frozen layer is trained."""
 
@@ -375,10 +357,26 @@ class NeverTrained(Unfreezing):
         return super().training_step(batch, batch_idx)
 
 
+def footprint_of(tuning: Tuning) -> Any:
+    assert tuning.profile is not None
+    return tuning.profile.prediction.footprint_at(10)
+
+
 @pytest.mark.usefixtures("at_own_size")
-def test_what_may_be_trained_later_and_cannot_be_predicted_is_noted(trainer: Any, dataset: Any, tuned: Any) -> None:
-    found = footprint_of(tuned(trainer(max_epochs=2), NeverTrained(), dataset))
-    assert any("that is not predicted" in note for note in found.notes)
+def test_what_may_be_trained_later_is_in_the_range_or_noted_if_it_cannot_be_predicted(
+    trainer: Any, dataset: TensorDataset, tuned: Any
+) -> None:
+    """The first epoch takes what a frozen layer takes; at most, a step takes what it does with all layers trained."""
+    found, frozen, trained = (
+        footprint_of(tuned(trainer(max_epochs=2), kind(), dataset)) for kind in (Unfreezing, FrozenFirst, AllTrained)
+    )
+    assert found.peak_allocated_bytes == frozen.peak_allocated_bytes < trained.peak_allocated_bytes
+    assert found.low.allocated_bytes == frozen.peak_allocated_bytes
+    assert found.high.allocated_bytes == trained.peak_allocated_bytes
+    assert "frozen now may be trained" in found.notes[-1]
+    assert footprint_of(tuned(trainer(max_epochs=1), Unfreezing(), dataset)).high == frozen.high
+    never = footprint_of(tuned(trainer(max_epochs=2), NeverTrained(), dataset))
+    assert any("that is not predicted" in note for note in never.notes)
 
 
 class Wrapping(torch.optim.Optimizer):
