@@ -11,7 +11,7 @@ import gc
 import importlib
 import importlib.util
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -160,6 +160,17 @@ def taped(request: pytest.FixtureRequest, here: None, monkeypatch: pytest.Monkey
     """Nothing is captured, but in a test marked `captures`: any step is that of a small training, from its tapes."""
     if not request.node.get_closest_marker("captures"):
         monkeypatch.setattr("lightning_memguard.core.capture.capture.capture_here", tape.played)
+
+
+@pytest.fixture
+def played(here: None, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Any], Any]], None]:
+    """Have nothing captured: any step is that of a small training, from its tapes, as a function changes its trace."""
+
+    def play(change: Callable[[Any], Any]) -> None:
+        path = "lightning_memguard.core.capture.capture.capture_here"
+        monkeypatch.setattr(path, lambda *asked, **how: change(tape.played(*asked, **how)))
+
+    return play
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -31,7 +31,6 @@ from lightning_memguard.training.planning import advise
 from lightning_memguard.training.run import choose, guarded_run
 from lightning_memguard.training.run.guarded_run import GuardedRun
 from lightning_memguard.training.run.tune import Tuning, tune
-from tests import tape
 from tests.training.quiet import quiet_trainer
 
 
@@ -274,16 +273,6 @@ def not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
 def without_advice(monkeypatch: pytest.MonkeyPatch) -> None:
     """A refusal tries no remedies, each of which is a capture."""
     monkeypatch.setattr(advise, "try_remedies", lambda *_, **__: advise.AdviceReport(()))
-
-
-@pytest.fixture
-def played(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Trace], Trace]], None]:
-    """Have nothing captured: any step is that of a small training, from its tapes, as a function changes it."""
-
-    def play(change: Callable[[Trace], Trace]) -> None:
-        monkeypatch.setattr(capture, "capture_here", lambda *asked, **how: change(tape.played(*asked, **how)))
-
-    return play
 
 
 @pytest.fixture
