@@ -38,6 +38,7 @@ from lightning_memguard.core.simulation.driver import NEEDS_GPU
 from lightning_memguard.core.trace.growth import grow
 from lightning_memguard.core.trace.packed import PackedGrowth, PackedTraces
 from lightning_memguard.core.trace.trace import Trace
+from tests import tape
 
 NEEDS_FORK = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
 HERE = os.getpid()
@@ -102,15 +103,15 @@ def test_a_trace_from_a_child_is_the_one_of_this_process(where: str) -> None:
     ]
 
 
-@pytest.mark.parametrize("where", ["cpu", "H200"])
-def test_traces_that_were_sent_grow_alike(where: str) -> None:
+@pytest.mark.parametrize("name", ["words_gpu", "words_bf16_gpu"])
+def test_traces_that_were_sent_grow_alike(name: str) -> None:
     """Rules of kernels are sent as data, and are asked again at another size."""
-    program = words(where)
-    made = [in_this_process(program, size) for size in (4, 8, 16)]
+    captured = tape.read(name)
+    made = [captured[size] for size in (4, 8, 16)]
     growth = grow([pickle.loads(pickle.dumps(trace)) for trace in made])
-    for n in (7, 5000):
+    for n in (1, 438, 439, 4096):
         assert growth.at(n) == grow(made).at(n)
-        assert growth.at(n).events == in_this_process(program, n).events
+        assert growth.at(n).events == captured[n].events
         assert PackedGrowth.of(growth).at(n) == growth.at(n)
 
 
@@ -129,7 +130,7 @@ def test_what_was_captured_is_not_captured_again(here: None, monkeypatch: pytest
 
 
 def test_packed_traces_are_the_same_in_less_memory() -> None:
-    traces = {size: in_this_process(words("cpu"), size) for size in (4, 8)}
+    traces = {size: trace for size, trace in tape.read("words_gpu").items() if size in (4, 8)}
     packed = PackedTraces(traces)
     assert dict(packed) == traces
     assert PackedTraces.of(packed) is packed

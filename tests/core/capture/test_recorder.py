@@ -154,33 +154,33 @@ FIRST_STEP = [
 ]
 
 
-def test_a_step_of_two_layers_event_by_event():
-    assert lines(traced(TwoLayers(), empty_batch, momentum)) == FIRST_STEP
+@pytest.fixture(scope="module")
+def two_steps() -> Trace:
+    return traced(TwoLayers(), empty_batch, momentum, steps=2)
 
 
-def test_the_second_step_drops_the_gradients_first_and_makes_no_state():
-    trace = traced(TwoLayers(), empty_batch, momentum, steps=2)
-    second = lines(trace, step=1)
+def test_a_step_of_two_layers_event_by_event(two_steps):
+    assert lines(two_steps) == FIRST_STEP
+
+
+def test_the_second_step_drops_the_gradients_first_and_makes_no_state(two_steps):
+    second = lines(two_steps, step=1)
     assert second[:3] == ["-128 gradients in zero_grad", "-64 gradients in zero_grad", "+32 batch in forward"]
     # The old loss lives until the new one takes its name.
     assert second[3:] == [*FIRST_STEP[3:9], "-4 activations in forward", *FIRST_STEP[9:23]]
 
 
-def test_real_tensors_leave_the_same_events_as_fake_ones():
-    module = TwoLayers()
-    fake = traced(module, empty_batch, momentum, steps=2)
-    real = traced(module, empty_batch, momentum, steps=2, fake=False)
-    assert real.events == fake.events
+def test_real_tensors_leave_the_same_events_as_fake_ones(two_steps):
+    assert traced(TwoLayers(), empty_batch, momentum, steps=2, fake=False).events == two_steps.events
 
 
-def test_a_trace_names_its_batch_size_device_and_method():
-    trace = traced(TwoLayers(), empty_batch)
-    assert (trace.batch_size, trace.device, trace.method, trace.notes) == (2, "cpu", "fake", ())
+def test_a_trace_names_its_batch_size_device_and_method(two_steps):
+    assert (two_steps.batch_size, two_steps.device, two_steps.method, two_steps.notes) == (2, "cpu", "fake", ())
 
 
-def test_every_block_is_taken_once_and_given_back_at_most_once_at_its_size():
+def test_every_block_is_taken_once_and_given_back_at_most_once_at_its_size(two_steps):
     live: dict[int, int] = {}
-    for event in traced(TwoLayers(), empty_batch, momentum, steps=2):
+    for event in two_steps:
         if event.action == "alloc":
             live[event.block] = event.nbytes
         else:
@@ -224,9 +224,9 @@ def test_weights_of_modules_that_are_not_registered_count_once(fake):
     assert [e.nbytes for e in trace if e.part == "buffers" and e.action == "alloc"] == [12, 20, 128, 64]
 
 
-def test_an_operator_knows_the_module_it_ran_for_forward_and_backward():
-    trace = traced(TwoLayers(), empty_batch)
-    made = [each for each in trace if each.action == "alloc" and each.module and each.part != "workspaces"]
+def test_an_operator_knows_the_module_it_ran_for_forward_and_backward(two_steps):
+    of_modules = [each for each in two_steps if each.action == "alloc" and each.module and each.step == 0]
+    made = [each for each in of_modules if each.part != "workspaces"]
     assert [(event.phase, event.module, event.operator) for event in made] == [
         ("forward", "hidden", "aten.mm.default"),
         ("forward", "relu", "aten.relu.default"),
@@ -293,9 +293,8 @@ def test_nested_modules_have_dotted_paths():
     ]
 
 
-def test_outside_any_module_there_is_no_path():
-    trace = traced(TwoLayers(), empty_batch, momentum)
-    assert {event.module for event in trace if event.phase == "optimizer"} == {""}
+def test_outside_any_module_there_is_no_path(two_steps):
+    assert {event.module for event in two_steps if event.phase == "optimizer"} == {""}
 
 
 def test_a_module_whose_operators_give_several_tensors_is_known_in_backward_too():

@@ -649,6 +649,7 @@ def test_a_warning_moves_no_random_state(trainer: Any) -> None:
     assert loud.randoms == module.randoms
 
 
+@pytest.mark.usefixtures("taped")
 def test_a_warning_that_fails_leaves_the_training_alone(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any, **__: Any) -> Any:
         raise RuntimeError("no prediction today")

@@ -228,9 +228,9 @@ def test_remedies_are_tried_from_what_changes_the_training_least(device: str, mi
     assert all(name.startswith(expected) for name, expected in zip(names, order, strict=True)), names
 
 
-def frozen() -> Stacked:
+def frozen(*args: Any, **options: Any) -> Stacked:
     """A net that has learned something before, which one frozen parameter shows."""
-    module = Stacked()
+    module = Stacked(*args, **options)
     module.blocks[0].layers[0].bias.requires_grad_(False)
     return module
 
@@ -267,19 +267,24 @@ def test_each_remedy_is_named_with_what_to_write_and_its_cost(stacked: AdviceRep
 
 
 @pytest.mark.captures
-def test_a_remedy_takes_what_a_module_written_that_way_takes() -> None:
+def test_a_remedy_takes_what_a_module_written_that_way_takes_and_the_users_is_left_as_it_was() -> None:
     """Predictions agree with those of modules whose owner has followed the advice."""
+    module = frozen()
+    before = dict(vars(module)), dict(vars(module.blocks[0]))
     followed = {
-        "activation checkpointing of blocks": program_of(Stacked(checkpointed=True)),
-        "SGD": program_of(Stacked(torch.optim.SGD)),
-        "bf16-true": program_of(Stacked(), precision="bf16-true"),
-        "bf16-mixed": program_of(Stacked(), precision="bf16-mixed"),
+        "activation checkpointing of blocks": program_of(frozen(checkpointed=True)),
+        "SGD": program_of(frozen(torch.optim.SGD)),
+        "bf16-true": program_of(frozen(), precision="bf16-true"),
+        "bf16-mixed": program_of(frozen(), precision="bf16-mixed"),
     }
-    found = by_name(tried(program_of(Stacked()), only=tuple(followed), combinations=False))
+    found = by_name(tried(program_of(module), only=(*followed, "freezing"), combinations=False))
+    assert {*followed, "freezing all but head"} <= found.keys()
     for name, program in followed.items():
         expected = known(program).footprint_at(SIZE).peak_allocated_bytes
         # a checkpoint called from outside a block keeps the random state at another moment
         assert found[name].footprint.peak_allocated_bytes == pytest.approx(expected, rel=0.001), name
+    assert (dict(vars(module)), dict(vars(module.blocks[0]))) == before
+    assert sum(not parameter.requires_grad for parameter in module.parameters()) == 1
 
 
 def test_pairs_save_more_than_either_and_are_never_two_of_a_kind(stacked: AdviceReport) -> None:
@@ -557,16 +562,6 @@ def test_an_evaluation_is_advised_another_precision_alone() -> None:
     found = tried(program_of(Evaluated(), stage="validate"))
     assert {"bf16-true"} <= set(by_name(found)) <= {"bf16-mixed", "bf16-true"}
     assert {name for name, _ in found.left_out} <= {"bf16-mixed"}
-
-
-@pytest.mark.captures
-def test_the_users_module_is_left_as_it_was() -> None:
-    module = frozen()
-    before = dict(vars(module)), dict(vars(module.blocks[0]))
-    found = tried(program_of(module), only=("freezing", "checkpointing", "SGD"), combinations=False)
-    assert len(found.advice) == 3
-    assert (dict(vars(module)), dict(vars(module.blocks[0]))) == before
-    assert sum(not parameter.requires_grad for parameter in module.parameters()) == 1
 
 
 # -- inside the error

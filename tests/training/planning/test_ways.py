@@ -49,13 +49,12 @@ def test_where_all_fits_the_step_is_not_divided_and_each_number_format_has_its_b
         assert not any(_beats(other, way) for other in found)
 
 
-def test_where_little_fits_batches_are_accumulated_and_all_that_is_offered_fits(tight: Ways) -> None:
+def test_where_little_fits_batches_are_accumulated_and_what_is_offered_fits_as_its_own_prediction_says(
+    tight: Ways,
+) -> None:
     assert {way.samples for way in tight.ways} == {512}
     assert all(way.footprint.most_device_bytes <= way.budget.usable_bytes for way in tight.ways)
     assert any(way.accumulate_grad_batches > 1 for way in tight.ways)
-
-
-def test_what_is_offered_is_what_a_prediction_of_it_says(tight: Ways) -> None:
     way = tight.ways[0]
     module, trainer = Stacked(checkpointed=bool(way.changes)), {"accumulate_grad_batches": way.accumulate_grad_batches}
     settings = {"precision": "bf16-true", "batch_size": way.batch_size, "trainer": trainer}
@@ -72,7 +71,13 @@ def test_a_device_for_which_nothing_fits_is_named(taped: None, not_copied: None)
     assert found == Ways((), ("nothing that was tried fits Tesla T4",))
 
 
-def test_a_step_that_cannot_run_is_an_error() -> None:
+def test_a_step_that_cannot_run_is_an_error(played: Any) -> None:
+    def states_alone(trace: Trace) -> Trace:
+        if trace.method != "states":
+            raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+        return trace
+
+    played(states_alone)
     with pytest.raises(CannotTraceError, match="the step as it is"):
         find_ways(subject_of(torch.nn.Linear(3, 3), torch.zeros(8, 4), step=lambda m, x: m(x).sum()), 8, ["T4"])
     with pytest.raises(MemGuardError, match="it is not a training"):

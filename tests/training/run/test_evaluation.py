@@ -258,30 +258,26 @@ def test_gradients_within_a_validation_step(wide: Any, wide_data: Any, as_measur
 # -- within a fit
 
 
-@pytest.mark.parametrize("adam", [False, True])
+@pytest.mark.parametrize("case", ["momentum", "Adam", "an average"])
 def test_a_fit_whose_peak_stands_in_validation(
-    evaluated: Any, wide_data: Any, many: Any, as_measured: Any, adam: bool
+    evaluated: Any, wide_data: Any, many: Any, as_measured: Any, case: str
 ) -> None:
-    """The optimizer's state is there too; the gradients have been cleared."""
-    decision = as_measured(fit(lambda: evaluated(adam), wide_data, many, 2048))
+    """The optimizer's state is there too, and an average; the gradients have been cleared."""
+    average, adam = getattr(pl.callbacks, "WeightAveraging", None), case == "Adam"
+    if case == "an average" and average is None:
+        pytest.skip("this Lightning has no WeightAveraging")
+    callbacks = [average] if case == "an average" else []
+    decision = as_measured(fit(lambda: evaluated(adam), wide_data, many, 2048), *callbacks)
     assert decision.footprint.phase == "validation"
     assert decision.footprint.parts["optimizer_state"] == (2 * WEIGHTS + 6 * 4 if adam else WEIGHTS)
     assert decision.footprint.parts["gradients"] == 0
+    assert decision.footprint.parts.get("callbacks", 0) == WEIGHTS * len(callbacks)
     assert any("validation, at its batch size of 2048" in note for note in decision.footprint.notes)
 
 
 def test_outputs_that_are_kept_in_a_fits_validation(keeping: Any, wide_data: Any, many: Any, as_measured: Any) -> None:
     decision = as_measured(fit(keeping, wide_data, many, 128))
     assert decision.footprint.phase == "validation"
-
-
-def test_an_average_is_there_during_validation(evaluated: Any, wide_data: Any, many: Any, as_measured: Any) -> None:
-    average = getattr(pl.callbacks, "WeightAveraging", None)
-    if average is None:
-        pytest.skip("this Lightning has no WeightAveraging")
-    decision = as_measured(fit(evaluated, wide_data, many, 2048), average)
-    assert decision.footprint.phase == "validation"
-    assert decision.footprint.parts["callbacks"] == WEIGHTS
 
 
 @pytest.mark.parametrize(

@@ -72,10 +72,20 @@ def test_a_schedule_of_accumulation_is_predicted_at_its_largest(wide: Any, wide_
 
 
 @pytest.mark.captures
-@pytest.mark.parametrize("algorithm", ["norm", "value"])
-def test_clipping(wide: Any, wide_data: Any, as_measured: Any, algorithm: str) -> None:
-    few = TensorDataset(*wide_data[:32])
-    as_measured(fit(wide, few, 8), gradient_clip_val=0.5, gradient_clip_algorithm=algorithm)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"gradient_clip_val": 0.5, "gradient_clip_algorithm": "norm"},
+        {"gradient_clip_val": 0.5, "gradient_clip_algorithm": "value"},
+        {"detect_anomaly": True, "accumulate_grad_batches": 2},
+    ],
+    ids=["norms", "values", "anomalies"],
+)
+def test_clipping_and_the_detection_of_anomalies_are_predicted(
+    wide: Any, wide_data: Any, as_measured: Any, settings: dict[str, Any]
+) -> None:
+    """The latter compares every gradient with itself, and holds the answer for a moment: a byte for each number."""
+    as_measured(fit(wide, TensorDataset(*wide_data[:32]), 8), **settings)
 
 
 @pytest.fixture
@@ -129,12 +139,6 @@ def test_precision_as_a_plugin(
     guard, module = MemGuard("check"), wide()
     trainer(guard, plugins=[plugin()], max_steps=1).fit(module, DataLoader(wide_data, batch_size=64))
     assert guard.decision.footprint.parts["parameters"] == 333_834 * byte_width
-
-
-@pytest.mark.captures
-def test_anomaly_detection_is_predicted(wide: Any, wide_data: Any, as_measured: Any) -> None:
-    """It compares every gradient with itself, and holds the answer for a moment: a byte for each number."""
-    as_measured(fit(wide, wide_data), detect_anomaly=True, accumulate_grad_batches=2)
 
 
 def test_a_schedule_of_accumulation_leaves_no_effective_batch_size_to_keep(trainer: Any) -> None:

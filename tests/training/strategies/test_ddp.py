@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as lp
 import pytest
@@ -212,37 +213,48 @@ def trained(folder: Path) -> dict[str, Any]:
 # -- the prediction
 
 
-@pytest.fixture
-def predict(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The trace of a case: program.py's own run, with DDP attached where Lightning would wrap the module."""
+@pytest.fixture(scope="module")
+def predict(all_here: None) -> Iterator[Any]:
+    """The trace of a case: program.py's own run, with DDP attached where Lightning would wrap the module.
+
+    Each is captured once.
+    """
+    known: dict[str, Trace] = {}
 
     def predicted(
         options: dict[str, Any] | None, extra: str = "", accumulate: int = 1, *, lightly: bool = True, **where: Any
     ) -> Trace:
-        strategy = strategy_of(pl, options or {})
+        key = repr((options, extra, accumulate, lightly, {"method": "fake", **where}))
+        known[key] = known.get(key) or traced(options, extra, accumulate, lightly, **where)
+        return known[key]
 
-        @contextlib.contextmanager
-        def watched(recorder: Recorder, module: nn.Module) -> Iterator[None]:
-            with watching(recorder, module):
-                if options is not None:
-                    ddp.attach(strategy, module, recorder)
-                yield
-
-        monkeypatch.setattr(program_module, "watching", watched)
+    with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(shadow, "STEPS", STEPS)
-        trainer = pl.Trainer(accelerator="cpu", devices=1, accumulate_grad_batches=accumulate, logger=False)
-        sample = [[torch.randn(n, 64), torch.randint(0, 10, (n,))] for n in (2, 4)]
-        program = program_module.LightningProgram(
-            trainer,
-            Net(extra, lightly),
-            Batches(*sample, 2, 4),
-            where.get("device", torch.device("cpu")),
-            batches_per_epoch=lambda _: 100,
-            gpu=where.get("gpu"),
-        )
-        return capture(program, BATCH_SIZE, where.get("method", "fake"))
+        yield predicted
 
-    return predicted
+
+def traced(options: dict[str, Any] | None, extra: str, accumulate: int, lightly: bool, **where: Any) -> Trace:
+    strategy = strategy_of(pl, options or {})
+
+    @contextlib.contextmanager
+    def watched(recorder: Recorder, module: nn.Module) -> Iterator[None]:
+        with watching(recorder, module):
+            if options is not None:
+                ddp.attach(strategy, module, recorder)
+            yield
+
+    trainer = pl.Trainer(accelerator="cpu", devices=1, accumulate_grad_batches=accumulate, logger=False)
+    sample = [[torch.randn(n, 64), torch.randint(0, 10, (n,))] for n in (2, 4)]
+    program = program_module.LightningProgram(
+        trainer,
+        Net(extra, lightly),
+        Batches(*sample, 2, 4),
+        where.get("device", torch.device("cpu")),
+        batches_per_epoch=lambda _: 100,
+        gpu=where.get("gpu"),
+    )
+    with mock.patch.object(program_module, "watching", watched):
+        return capture(program, BATCH_SIZE, where.get("method", "fake"))
 
 
 def strategy_of(package: Any, options: dict[str, Any], **more: Any) -> Any:
