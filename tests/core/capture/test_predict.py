@@ -115,11 +115,16 @@ def for_real(trace: Trace, method: str, variant: Variant) -> Trace:
 
 def by_value(trace: Trace, method: str, variant: Variant) -> Trace:
     """Real steps, each with as many blocks of 32 bytes a sample as its draw says."""
-    trace, count = for_real(trace, method, variant), variant.number
-    for _ in range(count):
-        trace = trace.plus({"activations": 32 * trace.batch_size})
-    made = [event._replace(phase="forward") for event in trace.events[:count]]
-    return replace(trace, events=(*made, *trace.events[count:]))
+    trace = for_real(trace, method, variant)
+    for _ in range(variant.number):
+        trace = making(trace, "activations", 32 * trace.batch_size)
+    return trace
+
+
+def making(trace: Trace, part: str, nbytes: int) -> Trace:
+    """The trace with a block that its forward pass makes, and that stays."""
+    made, *events = trace.plus({part: nbytes}).events
+    return replace(trace.plus({part: nbytes}), events=(made._replace(phase="forward"), *events))
 
 
 # Weight, momentum and gradient; the batch, and the gradient of the output, one number that is expanded, as the product
@@ -892,7 +897,7 @@ def test_largest_results_that_the_deadline_lets_no_real_step_check_are_the_upper
 
 def test_what_a_deadline_leaves_open_is_bounded_by_what_grew_between_two_sizes(script) -> None:
     """Of 1 MiB that the step makes whatever its batch, none grows with the square; no range begins below zero."""
-    script.step = lambda trace, *_: trace.plus({"temporaries": 1 << 20})
+    script.step = lambda trace, *_: making(trace, "temporaries", 1 << 20)
     with until_deadline(program := program_of(), next_size=script.time_is_up):
         prediction = predict(program, 64, EXACT).proven_at(64)
     found = prediction.footprint_at(64)

@@ -333,13 +333,18 @@ def test_root_mean_square_norm_is_one_kernel() -> None:
         assert "rsqrt" not in seen
 
 
-@pytest.mark.parametrize("affine", [True, False])
-def test_root_mean_square_norm_keeps_its_input_and_one_float_a_row(affine: bool) -> None:
-    model = nn.Sequential(nn.Linear(64, 64), nn.RMSNorm(64, elementwise_affine=affine))
-    trace = captured(model, torch.ones(4, 64), lambda m, x: m(x).sum())
-    kept = [e.nbytes for e in trace if e.part == "activations" and e.action == "alloc" and "rms" in e.operator]
-    assert kept == [4 * 4] * 2
-    assert all(p.requires_grad for p in model.parameters())
+@pytest.fixture(scope="module")
+def layers(all_here: None) -> Trace:
+    """A product, two norms with a weight or without, and a dropout."""
+    norms = nn.RMSNorm(64), nn.RMSNorm(64, elementwise_affine=False)
+    model = nn.Sequential(nn.Linear(64, 64, bias=False), *norms, nn.Dropout(0.1))
+    return captured(model, torch.ones(4, 64), lambda m, x: m(x).sum())
+
+
+def test_root_mean_square_norm_keeps_its_input_and_one_float_a_row(layers: Trace) -> None:
+    """Of the second norm, the input is what the first returns."""
+    kept = [e.nbytes for e in layers if e.part == "activations" and e.action == "alloc" and "rms" in e.operator]
+    assert kept == [4 * 64 * 4, 4 * 4, 4 * 4] * 2
 
 
 def test_a_gradient_of_a_root_mean_square_norms_gradient_can_be_had() -> None:
@@ -352,19 +357,17 @@ def test_a_gradient_of_a_root_mean_square_norms_gradient_can_be_had() -> None:
         assert x.grad is not None
 
 
-def test_dropout_keeps_one_mask_of_single_bytes() -> None:
+def test_dropout_keeps_one_mask_of_single_bytes(layers: Trace) -> None:
     """On the CPU it multiplies by a mask of floats instead. It comes before the result (`dropout_cuda`, Dropout.cu)."""
-    trace = captured(nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.1)), torch.ones(4, 64))
-    made = [e.nbytes for e in trace if e.operator == "aten.native_dropout.default" and e.action == "alloc"]
+    made = [e.nbytes for e in layers if e.operator == "aten.native_dropout.default" and e.action == "alloc"]
     assert made == [4 * 64, 4 * 64 * 4] * 2
 
 
-def test_cublas_takes_its_workspace_after_the_first_product() -> None:
+def test_cublas_takes_its_workspace_after_the_first_product(layers: Trace) -> None:
     """As a recorded history of a cold start shows."""
-    trace = captured(nn.Linear(64, 32, bias=False), torch.ones(4, 64))
-    made = [e for e in trace if e.operator == "aten.mm.default" and e.action == "alloc" and e.phase == "forward"]
+    made = [e for e in layers if e.operator == "aten.mm.default" and e.action == "alloc" and e.phase == "forward"]
     assert [event.part for event in made[:2]] == ["activations", "workspaces"]
-    assert made[0].nbytes == 4 * 32 * 4
+    assert made[0].nbytes == 4 * 64 * 4
 
 
 ATTENTIONS = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -131,21 +132,34 @@ def without_gradients(module: nn.Module, x: torch.Tensor) -> None:
         module(x)
 
 
-@ONEDNN
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("step", [last_state, one_tensor_for_both_states, input_with_gradient, without_gradients])
-def test_other_ways_to_use_the_layer(step, bias):
+WAYS = [last_state, one_tensor_for_both_states, input_with_gradient, without_gradients]
+
+
+@pytest.mark.parametrize(
+    ("build", "inputs", "batch", "step"),
+    [
+        *(
+            pytest.param(lambda bias=bias: nn.LSTM(INPUTS, HIDDEN, 2, bias=bias), INPUTS, 8, step, marks=ONEDNN)
+            for step, bias in itertools.product(WAYS, (True, False))
+        ),
+        *(  # widths that need padding, and widths that do not
+            pytest.param(lambda pair=pair: nn.LSTM(*pair), pair[0], 3, train, marks=ONEDNN)
+            for pair in [(1, 64), (1, 1), (300, 1), (64, 64), (17, 192)]
+        ),
+        # what has no path of its own needs no rule
+        (lambda: nn.GRU(INPUTS, HIDDEN, 2, bidirectional=True, dropout=0.3), INPUTS, 8, train),
+        (lambda: nn.RNN(INPUTS, HIDDEN, 2, nonlinearity="relu", bidirectional=True), INPUTS, 8, train),
+        (lambda: nn.RNN(INPUTS, HIDDEN), INPUTS, 8, train),
+        (lambda: nn.LSTM(INPUTS, HIDDEN, proj_size=8), INPUTS, 8, train),
+        (lambda: nn.LSTM(INPUTS, HIDDEN, dtype=torch.float64), INPUTS, 8, train),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:LSTM with projections")
+def test_other_layers_and_ways_to_use_one_peak_as_measured(build, inputs, batch, step):
     has_avx2 = torch.backends.cpu.get_cpu_capability() != "DEFAULT" and os.environ.get("ONEDNN_MAX_CPU_ISA") != "SSE41"
     if step is without_gradients and not has_avx2:
         pytest.skip("inference packs its weights in a way that is not counted where there is no AVX2")
-    predicted, measured = both_peaks(lambda: nn.LSTM(INPUTS, HIDDEN, 2, bias=bias), (STEPS, 8, INPUTS), step)
-    assert predicted == measured
-
-
-@ONEDNN
-@pytest.mark.parametrize(("inputs", "hidden"), [(1, 64), (1, 1), (300, 1), (64, 64), (17, 192)])
-def test_widths_that_need_padding_and_widths_that_do_not(inputs, hidden):
-    predicted, measured = both_peaks(lambda: nn.LSTM(inputs, hidden), (STEPS, 3, inputs))
+    predicted, measured = both_peaks(build, (STEPS, batch, inputs), step)
     assert predicted == measured
 
 
@@ -164,22 +178,6 @@ def test_bfloat16(step, dtype, batch, monkeypatch):
     if os.environ.get("ONEDNN_MAX_CPU_ISA") == "AVX512_CORE":  # oneDNN then does as on a processor without bfloat16
         monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
     predicted, measured = both_peaks(lambda: nn.LSTM(INPUTS, HIDDEN, 2, dtype=dtype), (STEPS, batch, INPUTS), step)
-    assert predicted == measured
-
-
-@pytest.mark.parametrize(
-    "build",
-    [
-        lambda: nn.GRU(INPUTS, HIDDEN, 2, bidirectional=True, dropout=0.3),
-        lambda: nn.RNN(INPUTS, HIDDEN, 2, nonlinearity="relu", bidirectional=True),
-        lambda: nn.RNN(INPUTS, HIDDEN),
-        lambda: nn.LSTM(INPUTS, HIDDEN, proj_size=8),
-        lambda: nn.LSTM(INPUTS, HIDDEN, dtype=torch.float64),
-    ],
-)
-@pytest.mark.filterwarnings("ignore:LSTM with projections")
-def test_what_has_no_path_of_its_own_needs_no_rule(build):
-    predicted, measured = both_peaks(build, (STEPS, 8, INPUTS))
     assert predicted == measured
 
 
