@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 from typing import Any
 
@@ -29,21 +30,30 @@ def footprint_of(model: nn.Module, optimizer: Any = torch.optim.SGD, batch_size:
     return predict(program, batch_size, AllocatorSettings(kind="exact")).footprint_at(batch_size)
 
 
-class Counts(nn.Module):
-    """Makes something wide if a condition on its number of calls holds."""
+class Held:
+    """An object that a module holds, and that counts for it."""
 
-    def __init__(self, condition: Any, *, tensor: bool = False, first: int = 0) -> None:
+    def __init__(self, calls: int) -> None:
+        self.calls = calls
+
+
+class Counts(nn.Module):
+    """Makes something wide if a condition on its number of calls holds, which an object that it holds may count."""
+
+    def __init__(self, condition: Any, *, count: str = "int", first: int = 0) -> None:
         super().__init__()
         self.head, self.condition = nn.Linear(FEATURES, 8), condition
+        self.held: Any = Held(first) if count == "object" else None
         self.calls: Any = first
-        if tensor:
+        if count == "tensor":
             del self.calls
             self.register_buffer("calls", torch.tensor(first))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.condition(self.calls):
+        counter = self.held or self
+        if self.condition(counter.calls):
             x = x.repeat(1, 40)[:, :FEATURES]
-        self.calls += 1
+        counter.calls += 1
         return self.head(x)
 
 
@@ -57,11 +67,12 @@ CONDITIONS = {
 
 
 @pytest.mark.usefixtures("here")
-@pytest.mark.parametrize("tensor", [False, True], ids=["int", "tensor"])
-@pytest.mark.parametrize("name", CONDITIONS)
-def test_a_step_that_recurs_is_in_the_peak(name: str, tensor: bool) -> None:
-    always, never = (footprint_of(Counts(lambda _, value=value: value, tensor=tensor)) for value in (True, False))
-    later = footprint_of(Counts(CONDITIONS[name], tensor=tensor))
+@pytest.mark.parametrize(
+    ("name", "count"), [*itertools.product(CONDITIONS, ("int", "tensor")), ("every 16, the last", "object")]
+)
+def test_a_step_that_recurs_is_in_the_peak(name: str, count: str) -> None:
+    always, never = (footprint_of(Counts(lambda _, value=value: value, count=count)) for value in (True, False))
+    later = footprint_of(Counts(CONDITIONS[name], count=count))
     assert later.peak_allocated_bytes == always.peak_allocated_bytes > never.peak_allocated_bytes + 16 * WIDE // 2
     assert later.high is later.low is None
     assert any(note.startswith("the peak is at step ") for note in later.notes)
@@ -97,32 +108,11 @@ def test_an_optimizer_that_projects_every_200_steps_is_predicted_with_that_step(
     assert found.phase == "optimizer"
 
 
-class Held:
-    """An object that a module holds, and that counts for it."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-
 @pytest.mark.usefixtures("here")
 def test_radam_is_predicted_with_the_steps_that_rectify() -> None:
     """It rectifies from its sixth step on, if a number computed from the count of steps passes 5."""
     found = footprint_of(nn.Linear(FEATURES, 8), lambda p: torch.optim.RAdam(p, foreach=False))
     assert any("the peak is at step 1000 (radam.py:" in note for note in found.notes)
-
-
-@pytest.mark.usefixtures("here")
-def test_counters_of_objects_that_a_module_holds_are_found() -> None:
-    class Holds(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.head, self.held = nn.Linear(FEATURES, 8), Held()
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.held.calls += 1
-            return self.head(x.repeat(1, 40)[:, :FEATURES] if self.held.calls % 50 == 0 else x)
-
-    assert footprint_of(Holds()).peak_allocated_bytes > 16 * WIDE
 
 
 @pytest.mark.usefixtures("here")

@@ -48,6 +48,7 @@ from tests.long import long_but
 pytestmark = pytest.mark.usefixtures("here")
 CPU = torch.device("cpu")
 EXACT, CUDA = AllocatorSettings(kind="exact"), AllocatorSettings()
+ON_H200 = {"device": torch.device("cuda"), "gpu": gpus.find("NVIDIA H200")}
 
 
 def momentum(parameters: Any) -> torch.optim.Optimizer:
@@ -209,8 +210,7 @@ def test_true_precision_is_that_of_the_weights(precision, nbytes):
 def test_a_tensor_that_a_module_keeps_without_registering_it_stays_on_the_host():
     module = nn.Linear(4, 8)
     module.grid = torch.zeros(100)
-    gpu = {"device": torch.device("cuda"), "gpu": gpus.find("NVIDIA H200")}
-    assert [predicted(model=module, **where).footprint_at(16).parts["buffers"] for where in ({}, gpu)] == [400, 0]
+    assert [predicted(model=module, **where).footprint_at(16).parts["buffers"] for where in ({}, ON_H200)] == [400, 0]
 
 
 def test_an_unknown_precision_is_refused_with_the_known_ones():
@@ -248,8 +248,8 @@ def raises(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("on_gpu", [False, True])
 def test_a_mask_is_given_its_worst_case_and_a_note_says_so(on_gpu):
-    gpu = {"device": torch.device("cuda"), "gpu": gpus.find("NVIDIA H200")}
-    prediction = predict(program_of(keeps_by_mask, **gpu if on_gpu else {}), 16, CUDA if on_gpu else EXACT)
+    where, settings = (ON_H200, CUDA) if on_gpu else ({}, EXACT)
+    prediction = predict(program_of(keeps_by_mask, **where), 16, settings)
     assert prediction.curve.method == "worst-case"
     assert prediction.footprint_at(100_000).notes == ("indexing with a mask was assumed to return its largest result",)
     if not on_gpu:
@@ -360,17 +360,19 @@ def test_a_real_run_leaves_weights_and_random_state_as_they_were():
     assert [p.grad for p in model.parameters()] == [None, None]
 
 
-def test_a_step_that_raises_leaves_the_states_alone_which_any_size_has_and_says_why():
-    prediction = predicted(raises)
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_a_step_that_raises_leaves_the_states_alone_which_any_size_has_and_says_why(on_gpu):
+    where, settings, block = (ON_H200, CUDA, 512) if on_gpu else ({}, EXACT, 128)
+    prediction = predict(program_of(raises, **where), 16, settings)
     assert (prediction.curve.method, prediction.curve.scalable) == ("states", False)
     line = raises.__code__.co_firstlineno + 1
     assert prediction.curve.notes == (
         f"the step could not run on a copy (ValueError: no such column, at {__file__}:{line})",
     )
     assert {part: nbytes for part, nbytes in prediction.footprint_at(16).parts.items() if nbytes} == {
-        "parameters": 128,
-        "gradients": 128,
-        "optimizer_state": 128,
+        "parameters": block,
+        "gradients": block,
+        "optimizer_state": block,
     }
     assert prediction.footprint_at(4096) == replace(prediction.footprint_at(16), batch_size=4096)
 
@@ -492,11 +494,9 @@ def test_a_size_at_which_the_step_raises_is_told_apart_from_one_that_grows_other
 
 # A GPU that is not there
 
-H200 = gpus.find("NVIDIA H200")
-
 
 def on_an_h200(step: Callable[[Any, Any], Any] = plain, **options: Any) -> LoopProgram:
-    return program_of(step, device=torch.device("cuda"), gpu=H200, **options)
+    return program_of(step, **ON_H200, **options)
 
 
 @pytest.mark.usefixtures("here")
@@ -579,13 +579,6 @@ def test_a_step_that_has_to_run_for_real_runs_on_the_cpu_there_and_a_note_says_s
     found = prediction.footprint_at(100)
     assert (prediction.curve.method, found.device) == ("real", "cuda")
     assert "the step ran on the CPU, whose kernels may keep other tensors than the GPU's" in found.notes
-
-
-def test_states_alone_are_made_on_a_gpu_that_is_not_there():
-    prediction = predict(on_an_h200(raises, optimizer=torch.optim.Adam), 16, CUDA)
-    assert prediction.curve.method == "states"
-    parts = prediction.footprint_at(16).parts
-    assert (parts["parameters"], parts["optimizer_state"]) == (512, 1024)
 
 
 def test_a_step_that_runs_otherwise_at_each_small_size_for_real_runs_at_the_size_asked_for(script):

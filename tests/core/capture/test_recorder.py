@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -361,25 +362,6 @@ def test_the_profiler_sees_the_number_that_a_product_keeps():
     assert sum(nbytes for _, nbytes in blocks_of(lambda: kept.append(x / 8))) == 8 + 4 * 4, "and the result"
 
 
-def test_what_lives_when_backward_begins_is_an_activation_and_what_comes_then_is_not():
-    with recording() as recorder:
-        before = torch.empty(4)
-        recorder.mark("backward")
-        after = torch.empty(8)
-    assert (len(before), len(after)) == (4, 8)
-    assert lines(recorder.trace(1, "fake"))[:2] == ["+16 activations in forward", "+32 temporaries in backward"]
-
-
-def test_a_block_keeps_the_first_part_it_was_given():
-    """Gradients that an optimizer also keeps in its state are counted once, and stay gradients."""
-    with recording() as recorder:
-        x = torch.empty(4)
-        recorder.label([x], "gradients")
-        recorder.label([x, x.view(2, 2)], "optimizer_state")
-        recorder.label([None, "no tensor", 3], "batch")
-    assert lines(recorder.trace(1, "fake"))[0] == "+16 gradients in forward"
-
-
 @pytest.mark.parametrize("reentrant", [False, True])  # fmt: skip
 def test_gradients_are_gradients_with_checkpointing_too(reentrant):
     """The weights are 128, 512 and 128 bytes; the middle one's activations are computed again in backward."""
@@ -422,7 +404,7 @@ def test_a_checkpoint_keeps_the_state_of_the_random_generator_until_it_runs_agai
     assert torch.get_rng_state is before
 
 
-def views() -> None:
+def views(_: Recorder) -> None:
     x = torch.empty(4, 4)
     rows, turned = x[:2], x.t()
     del x
@@ -431,30 +413,56 @@ def views() -> None:
     del turned
 
 
-def resized() -> None:
+def resized(_: Recorder) -> None:
     x = torch.empty(4)
     x.resize_(100)
 
 
-def empty() -> None:
+def of_no_bytes(_: Recorder) -> None:
     x = torch.empty(0, 4)
     assert (x + 1).numel() == 0
+
+
+def a_slice(recorder: Recorder) -> None:
+    x = torch.empty(1000)[:1]
+    recorder.label([x], "batch")
+
+
+def until_backward(recorder: Recorder) -> None:
+    x = torch.empty(4)
+    recorder.mark("backward")
+    y = torch.empty(8)
+    del x, y
+
+
+def of_two_parts(recorder: Recorder) -> None:
+    x = torch.empty(4)
+    recorder.label([x], "gradients")
+    recorder.label([x, x.view(2, 2)], "optimizer_state")
+    recorder.label([None, "no tensor", 3], "batch")
 
 
 @pytest.mark.parametrize(
     ("run", "blocks"),
     [
-        pytest.param(views, [64, 4, -4, -64], id="views of one storage count once and die with the last"),
-        pytest.param(lambda: torch.empty(1000)[:1], [4000, -4000], id="a slice counts as the whole storage"),
-        pytest.param(resized, [16, -16, 400, -400], id="what is resized in place is freed and allocated again"),
-        pytest.param(empty, [], id="an empty tensor is no block"),
+        pytest.param(views, "+64 +4 -4 -64 temporaries", id="views of one storage count once and die with the last"),
+        pytest.param(a_slice, "+4000 -4000 batch", id="a slice counts as the whole storage that it keeps alive"),
+        pytest.param(resized, "+16 -16 +400 -400 temporaries", id="what is resized in place is allocated again"),
+        pytest.param(of_no_bytes, "", id="an empty tensor is no block"),
+        pytest.param(
+            until_backward, "+16 activations +32 temporaries -16 activations -32 temporaries",
+            id="what lives when backward begins is an activation, and what comes then is not",
+        ),
+        pytest.param(of_two_parts, "+16 -16 gradients", id="a block keeps the first part it was given"),
     ],
-)
+)  # fmt: skip
 def test_a_storage_is_a_block_from_its_first_tensor_to_its_last(run, blocks):
     with recording() as recorder:
-        run()
-    changes = {"alloc": 1, "free": -1}
-    assert [event.nbytes * changes[event.action] for event in recorder.trace(1, "fake")] == blocks
+        run(recorder)
+    signs = {"alloc": "+", "free": "-"}
+    of_parts = itertools.groupby(recorder.trace(1, "fake"), lambda event: event.part)
+    found = [[*(f"{signs[event.action]}{event.nbytes}" for event in several), part] for part, several in of_parts]
+    assert " ".join(itertools.chain(*found)) == blocks
 
 
 def test_writing_in_place_takes_nothing():

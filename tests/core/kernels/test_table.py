@@ -81,14 +81,13 @@ def assert_exact(
         assert predicted == pytest.approx(measured, rel=0.05)
 
 
-@pytest.mark.parametrize("layer", LAYERS)
-def test_a_layers_peak_is_the_profilers(layer: str) -> None:
-    assert_exact(*LAYERS[layer], LOSSES["square"])
+OF_LOSSES = {f"loss: {name}": (lambda: nn.Linear(300, 200), (64, 300), loss) for name, loss in LOSSES.items()}
+OF_LAYERS = {name: (*layer, LOSSES["square"]) for name, layer in LAYERS.items()}
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-def test_a_losss_peak_is_the_profilers(loss: str) -> None:
-    assert_exact(lambda: nn.Linear(300, 200), (64, 300), LOSSES[loss])
+@pytest.mark.parametrize("case", OF_LAYERS | OF_LOSSES)
+def test_the_peak_of_a_layer_or_a_loss_is_the_profilers(case: str) -> None:
+    assert_exact(*(OF_LAYERS | OF_LOSSES)[case])
 
 
 def test_other_devices_and_operators_have_no_rule_here() -> None:

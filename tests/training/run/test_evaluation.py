@@ -258,26 +258,22 @@ def test_gradients_within_a_validation_step(wide: Any, wide_data: Any, as_measur
 # -- within a fit
 
 
-@pytest.mark.parametrize("case", ["momentum", "Adam", "an average"])
+@pytest.mark.parametrize("case", ["momentum", "Adam", "an average", "outputs that are kept"])
 def test_a_fit_whose_peak_stands_in_validation(
-    evaluated: Any, wide_data: Any, many: Any, as_measured: Any, case: str
+    evaluated: Any, keeping: Any, wide_data: Any, many: Any, as_measured: Any, case: str
 ) -> None:
     """The optimizer's state is there too, and an average; the gradients have been cleared."""
     average, adam = getattr(pl.callbacks, "WeightAveraging", None), case == "Adam"
     if case == "an average" and average is None:
         pytest.skip("this Lightning has no WeightAveraging")
     callbacks = [average] if case == "an average" else []
-    decision = as_measured(fit(lambda: evaluated(adam), wide_data, many, 2048), *callbacks)
+    kind, size = (keeping, 128) if case == "outputs that are kept" else (evaluated, 2048)
+    decision = as_measured(fit(lambda: kind(adam), wide_data, many, size), *callbacks)
     assert decision.footprint.phase == "validation"
     assert decision.footprint.parts["optimizer_state"] == (2 * WEIGHTS + 6 * 4 if adam else WEIGHTS)
     assert decision.footprint.parts["gradients"] == 0
     assert decision.footprint.parts.get("callbacks", 0) == WEIGHTS * len(callbacks)
-    assert any("validation, at its batch size of 2048" in note for note in decision.footprint.notes)
-
-
-def test_outputs_that_are_kept_in_a_fits_validation(keeping: Any, wide_data: Any, many: Any, as_measured: Any) -> None:
-    decision = as_measured(fit(keeping, wide_data, many, 128))
-    assert decision.footprint.phase == "validation"
+    assert any(f"validation, at its batch size of {size}" in note for note in decision.footprint.notes)
 
 
 @pytest.mark.parametrize(

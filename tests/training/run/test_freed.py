@@ -83,16 +83,16 @@ def predicted(tuned, trainer):
     return predict
 
 
-def test_a_small_thing_that_each_step_leaves_keeps_a_freed_block_at_most(predicted):
-    footprint = predicted(KeepsLosses())
-    assert footprint.highest.outside_bytes >= STEPS * HIDDEN_BYTES
-    assert any("freed blocks that the C library keeps" in note for note in footprint.notes)
-
-
-def test_the_nodes_of_graphs_that_stay_are_in_the_upper_bound(predicted, monkeypatch):
+@pytest.mark.parametrize(
+    ("kind", "words"), [(KeepsLosses, "freed blocks that the C library keeps"), (KeepsGraphs, "nodes of the graphs")]
+)
+def test_freed_blocks_behind_what_each_step_leaves_are_in_the_upper_bound_and_the_nodes_of_graphs_that_stay(
+    predicted, monkeypatch, kind, words
+):
     monkeypatch.setattr("lightning_memguard.training.run.freed.WORTH_A_NOTE", 1)
-    footprint = predicted(KeepsGraphs())
-    assert any("nodes of the graphs" in note for note in footprint.notes)
+    footprint = predicted(kind())
+    assert footprint.highest.outside_bytes >= STEPS * HIDDEN_BYTES
+    assert any(words in note for note in footprint.notes)
 
 
 def test_they_are_returned_where_they_could_pass_the_budget(tmp_path, monkeypatch):
