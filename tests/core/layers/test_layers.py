@@ -285,13 +285,11 @@ def kinds():
     whole = layer_table(model, {name: tuple(batch) for name, (_, *batch) in KINDS.items()}, step=step)
 
     def of(name):
+        def own(path):
+            return path.removeprefix(name).removeprefix(".")
+
         rows = whole.within(name)
-        own = [
-            (row.name.removeprefix(name).removeprefix("."), row.shared_with.removeprefix(f"{name}.")) for row in rows
-        ]
-        return replace(
-            rows, layers=tuple(replace(row, name=n, shared_with=s) for row, (n, s) in zip(rows, own, strict=True))
-        )
+        return replace(rows, layers=tuple(replace(r, name=own(r.name), shared_with=own(r.shared_with)) for r in rows))
 
     return of
 
