@@ -95,7 +95,11 @@ class OutOfTimeError(CaptureFailedError):
     """The deadline came before the capture ended, or began."""
 
 
-_TIME_WAS_UP = "time was up (max_setup_seconds)"
+class WaitsError(CannotTraceError):
+    """The step waits for what no copy of a process has, so any other capture would wait as well."""
+
+
+TIME_WAS_UP = "time was up (max_setup_seconds)"
 
 
 def _failure(error: BaseException) -> CaptureFailedError:
@@ -152,12 +156,13 @@ class UserCode(Children[Request, T]):
         Raises:
             CaptureFailedError: it raised, or ended the process.
             OutOfTimeError: it had not ended at the deadline.
+            WaitsError: it waits for a thread, and this process has none of those either.
         """
         if in_child():
             return _value(self._handle(request))
         answer = self.answer(request)
         if answer.lost and monotonic() > self._deadline():
-            raise OutOfTimeError(_TIME_WAS_UP)
+            raise OutOfTimeError(TIME_WAS_UP)
         lost, here, result = answer.lost, answer.here or here_too, cast("T | CaptureFailedError", answer.value)
         if isinstance(result, CaptureFailedError) and failed_for_fork(result) and not is_forked():
             lost, here = str(result), True
@@ -166,7 +171,7 @@ class UserCode(Children[Request, T]):
                 note = f"the step was captured in this process, not in a child: {lost}"
                 return with_note(_value(self._handle(request)), note)
         if lost:
-            raise CaptureFailedError(lost)
+            raise (WaitsError if answer.waits else CaptureFailedError)(lost)
         return _value(result)
 
     @override
@@ -178,11 +183,15 @@ class UserCode(Children[Request, T]):
 
 
 def trusted_child(
-    work: Callable[[Request], T], while_waiting: Callable[[], object] = lambda: None, *, reaches_out: bool = False
+    work: Callable[[Request], T],
+    while_waiting: Callable[[], object] = lambda: None,
+    *,
+    deadline: Callable[[], float] = lambda: math.inf,
+    reaches_out: bool = False,
 ) -> Children[Request, T]:
     """A child for work of ours, which may take long and may have children of its own."""
     how: dict[str, Any] = {"begin": _begin_alone, "reaches_out": reaches_out, "while_waiting": while_waiting}
-    return Children(work, most=1, trusted=True, **how)
+    return Children(work, most=1, trusted=True, deadline=deadline, **how)
 
 
 def failed_for_fork(error: BaseException) -> bool:
@@ -285,7 +294,7 @@ class Captures:
         trace = self._children.ask(task, with_note=_with_note)
         if trace.method == "cut":
             self._cut[task] = trace
-            raise OutOfTimeError(_TIME_WAS_UP)
+            raise OutOfTimeError(TIME_WAS_UP)
         return trace
 
     def cut(self, program: Program, batch_size: int) -> Trace | None:

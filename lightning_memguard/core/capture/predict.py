@@ -23,6 +23,7 @@ from lightning_memguard.core.capture.capture import (
     Captures,
     OutOfTimeError,
     Variant,
+    WaitsError,
     capture,
     captures_of,
     trusted_child,
@@ -340,6 +341,8 @@ def _predicted(captures: Captures, program: Program, known: Curve, batch_size: i
             traces, growth = _traces_and_growth(captures, program, batch_size, method, known.scalable)
         except OutOfTimeError as error:
             return _stopped(captures, program, known, batch_size, method, [*why_not.values(), str(error)])
+        except WaitsError as error:
+            raise CannotTraceError(_reason("real", error)) from error
         except CannotTraceError as error:  # the step failed, or no two sizes of it agree
             why_not[str(error)] = _reason(method, error)
             value_needed = isinstance(error, CaptureFailedError) and error.value_needed

@@ -41,12 +41,14 @@ _kill, _kill_group = os.kill, getattr(os, "killpg", os.kill)
 class Answer(Generic[Value]):
     """Answer of a child: a value, or the reason why there is none.
 
-    ``here`` means that the request may be tried in this process: the child failed, not the work in it.
+    ``here`` means that the request may be tried in this process: the child failed, not the work in it. ``waits`` means
+    that the work waited for what no copy of a process has.
     """
 
     value: Value | None = None
     lost: str = ""
     here: bool = False
+    waits: bool = False
 
 
 class StoppedError(BaseException):
@@ -280,7 +282,8 @@ class _Child:
             self._awake = now
         elif now - self._awake > BLOCKED_SECONDS:
             waited = f"it waited {BLOCKED_SECONDS:.0f} s for something that never came"
-            return Answer(lost=f"{waited}, such as a result of a thread, which a copy of a process lacks", here=True)
+            lost = f"{waited}, such as a result of a thread, which a copy of a process lacks"
+            return Answer(lost=lost, here=not is_forked(), waits=True)
         return None
 
     def processor_seconds(self) -> float:

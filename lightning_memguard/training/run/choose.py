@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from lightning_memguard.core.capture.capture import Captures, Variant, capture, failed_for_fork, trusted_child
+from lightning_memguard.core.capture.capture import (
+    TIME_WAS_UP,
+    Captures,
+    Variant,
+    capture,
+    failed_for_fork,
+    trusted_child,
+)
 from lightning_memguard.core.capture.curve import Curve
 from lightning_memguard.core.capture.predict import Prediction, Surveyor, speed_here
 from lightning_memguard.core.decision.decision import Budget, Decision, LimitedBy, Request, decide, needed_words
@@ -91,6 +98,7 @@ class Planner:
         self._most_seconds: float | None = None  # of a survey, once that is known
         self._was_hurried = False  # whether a survey has ended early because it had taken its share of the run
         # the child, as this process sees it
+        self._reads = False  # at present
         self._only_here = False  # what a child cannot do
         self._lost = ""  # why the child ended before it had answered
         self._open = ExitStack()
@@ -100,7 +108,10 @@ class Planner:
         def show() -> None:
             self._line.show(self._child.doing)
 
-        return trusted_child(self._work, while_waiting=show, reaches_out=reaches_out)
+        def deadline() -> float:
+            return self._deadline if self._reads else math.inf  # the captures have a deadline of their own
+
+        return trusted_child(self._work, while_waiting=show, deadline=deadline, reaches_out=reaches_out)
 
     def __enter__(self) -> Self:
         return self
@@ -114,7 +125,8 @@ class Planner:
         """Have the data read; return its batch size, and begin to predict.
 
         A child that is cut off reads it. If that fails, one that may write new files and connect to other machines
-        does; this process only if there can be no child, or CUDA is in use, which no child can use.
+        does; this process only if there can be no child, or CUDA is in use, which no child can use. If it waits for a
+        thread, or until the deadline, it is not read: here, that thread would give what is the training's.
         """
         done = self._read_apart() or self._read_apart(reaches_out=True) or self._read()
         if done.size.value is not None:
@@ -127,10 +139,13 @@ class Planner:
         if self._only_here:
             return None
         self._child = self._new_child(reaches_out=reaches_out)
+        self._reads = True
         answer = self._child.answer(_READ)
+        self._reads = False
         done = cast("_Read | None", answer.value)
-        if done is None and not answer.here:
-            done = _Read(Attempt(reason=f"its data was not read: {answer.lost}"))
+        if done is None and (answer.waits or not answer.here):
+            is_late = time.monotonic() > self._deadline
+            done = _Read(Attempt(reason=f"its data was not read: {TIME_WAS_UP if is_late else answer.lost}"))
         self._only_here = done is None or done.only_here
         if done is not None and (done.is_final or (reaches_out and not done.only_here)):
             return done

@@ -178,6 +178,7 @@ def test_a_lock_that_another_thread_holds_is_not_waited_for(trusted: bool) -> No
     done.set()
     thread.join()
     assert answer.here
+    assert answer.waits
     assert "for something that never came" in answer.lost
 
 
@@ -201,6 +202,7 @@ def test_a_trusted_child_gives_up_children_of_its_own() -> None:
 
     blocked, silent = run(work, trusted=True).value
     assert "for something that never came" in blocked.lost
+    assert not blocked.here  # it would wait there, too
     assert silent.lost.endswith("without calling an operator of torch")
 
 

@@ -23,6 +23,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_memguard import MemGuard
+from lightning_memguard.core.isolation import pool
 from lightning_memguard.errors import CannotTraceError
 from lightning_memguard.training.data.copies import refuse_one_shot
 from tests.long import long_but
@@ -329,6 +330,67 @@ def test_data_that_no_child_can_read_is_read_here_unless_it_holds_an_iterator(ho
     train(lambda: (Net(), loader(make)), check)
     assert check.decision.outcome == ("stepped aside" if holds else "checked")
     assert not values or next(values) == EPOCHS * BATCHES * SIZE
+
+
+class Server(threading.Thread):
+    """Gives one number after the other, when it is asked."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.given, self.is_asked, self.changed = 0, False, threading.Condition()
+        self.start()
+
+    def run(self) -> None:
+        with self.changed:
+            while self.changed.wait_for(lambda: self.is_asked):
+                self.given, self.is_asked = self.given + 1, False
+                self.changed.notify_all()
+
+    def next(self) -> int:
+        with self.changed:
+            self.is_asked = True
+            self.changed.notify_all()
+            self.changed.wait_for(lambda: not self.is_asked)
+            return self.given
+
+
+@pytest.mark.filterwarnings("ignore:MemGuard")
+@pytest.mark.parametrize("where", ["dataset", "collate", "step"])
+def test_what_a_thread_gives_is_not_taken_from_the_training(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    monkeypatch.setattr(pool, "BLOCKED_SECONDS", 0.3)
+    server, check = Server(), MemGuard("check")
+
+    class Asks(Net):
+        def training_step(self, batch: torch.Tensor, _: int) -> torch.Tensor:
+            return super().training_step(batch + server.next(), _)
+
+    def collate(samples: list[torch.Tensor]) -> torch.Tensor:
+        return torch.stack(samples) + server.next()
+
+    data = Samples((lambda _: server.next()) if where == "dataset" else float)
+    train(
+        lambda: (
+            Asks() if where == "step" else Net(),
+            DataLoader(data, SIZE, collate_fn=collate if where == "collate" else None),
+        ),
+        check,
+    )
+    assert "such as a result of a thread" in check.decision.because
+    assert server.given == EPOCHS * BATCHES * (SIZE if where == "dataset" else 1)
+
+
+@pytest.mark.filterwarnings("ignore:MemGuard")
+def test_data_that_never_comes_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "STOP_SECONDS", 0.1)
+    own, check = os.getpid(), MemGuard("check", max_setup_seconds=0.5)
+
+    def make(index: int) -> int:
+        while os.getpid() != own:  # polls, and is never long asleep
+            pass
+        return index
+
+    train(lambda: (Net(), loader(make)), check)
+    assert "was not read: time was up (max_setup_seconds)" in check.decision.because
 
 
 # -- where there is no fork
