@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe, wait
-from time import monotonic
+from time import monotonic, sleep
 from typing import Any, Generic, TypeVar, cast
 
 import psutil
@@ -31,6 +31,7 @@ MOST_SECONDS = 300.0  # for one request
 SILENT_SECONDS = 30.0  # of the processor, without a sign of life: no operator that a step calls takes so long
 BLOCKED_SECONDS = 10.0  # asleep, without a sign of life
 STOP_SECONDS = 3.0  # for a child that is asked to stop, to answer with what it has
+_END_SECONDS = 1.0  # for an idle child, to end its own
 _BEAT_SECONDS = 0.5
 _POLL_SECONDS = 0.2
 # A child takes these from the module.
@@ -202,7 +203,7 @@ class Children(Generic[Request, Value]):
             answer = (child.read() if sent in ready else None) or child.overdue()
             if answer is not None:
                 self._answers[cast("Request", child.request)] = answer
-                child.is_busy = False
+                child.is_busy = bool(answer.lost)  # to the end
                 if answer.lost:
                     self._children.remove(child)
                     child.end()
@@ -231,11 +232,13 @@ class _Child:
         self._process = _fork()
         if not self._process:
             try:
+                _living.clear()
                 cut_off(parent, (asked.fileno(), answers.fileno()), memory_bytes, reaches_out=reaches_out)
                 random.setstate(state)  # which Python sets again after a fork
                 serve(asked, answers)
             finally:
                 os._exit(1)
+        _living.append(self)
         asked.close()
         answers.close()
         self._started = self._awake = monotonic()
@@ -307,13 +310,20 @@ class _Child:
 
     def end(self) -> None:
         """End it, whatever it does, and the processes that it started."""
+        _living.remove(self)
         self._requests.close()
         self.answers.close()
+        until = monotonic() + _END_SECONDS
+        while self._trusted and not self.is_busy and not self._ended(os.WNOHANG) and monotonic() < until:
+            sleep(0.005)  # it ends its own children, which would be left to the process that adopts orphans
         if not self._has_ended:
             for kill in (_kill_group, _kill):
                 with contextlib.suppress(ProcessLookupError):
                     kill(self._process, signal.SIGKILL)
             self._ended()
+
+
+_living = list[_Child]()  # of this process
 
 
 def _fork() -> int:
@@ -408,6 +418,8 @@ def _serve(
         try:
             request = pickle.loads(requests.recv_bytes())  # noqa: S301 - from our own parent
         except EOFError:
+            for child in [*_living]:
+                child.end()
             os._exit(0)
         try:
             answer = _pickled(Answer(handle(request)))

@@ -193,6 +193,13 @@ def test_a_trusted_child_takes_the_time_it_needs() -> None:
     assert run(work, trusted=True).value == 1
 
 
+def test_a_trusted_child_leaves_no_children_to_the_process_that_adopts_orphans() -> None:
+    inner = Children[int, int](lambda _: os.getpid(), most=1)
+    with Children[int, int](inner.ask, most=1, trusted=True) as pool:
+        of_child = pool.ask(0)
+    assert not psutil.pid_exists(of_child)
+
+
 @pytest.mark.usefixtures("short_limits")
 def test_a_trusted_child_gives_up_children_of_its_own() -> None:
     def work() -> tuple[Answer[Any], Answer[Any]]:
