@@ -251,7 +251,10 @@ def untested() -> str:
 
 def reason_of(error: BaseException, text: str = "") -> str:
     """Why something failed: in the table's words if a name of it is missing, else in ``text``, or the error's own."""
-    return missing_in(error) or f"{type(error).__name__}: {text or error}"
+    missing = ""
+    with contextlib.suppress(Exception):  # what fails may keep the table from being read, too
+        missing = missing_in(error)
+    return missing or f"{type(error).__name__}: {text or error}"
 
 
 def missing_in(error: BaseException) -> str:

@@ -219,6 +219,11 @@ def test_a_gap_names_the_version_the_purpose_and_what_is_not_done(monkeypatch: p
     assert gaps("every run").endswith("or not predicted (and 1 more)")
 
 
+def test_an_error_has_its_own_words_if_the_table_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(foreign, "table", lambda: [][0])
+    assert reason_of(ImportError("no disk")) == "ImportError: no disk"
+
+
 def test_an_error_is_explained_if_a_name_of_the_table_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert reason_of(error_of(lambda: SimpleNamespace()._impls)).startswith("AttributeError: 'types.SimpleNamespace'")
     monkeypatch.delattr(torch.library, "_impls")
