@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -191,6 +192,15 @@ def test_a_trusted_child_takes_the_time_it_needs() -> None:
         return 1
 
     assert run(work, trusted=True).value == 1
+
+
+def test_a_child_notes_no_objects_for_tracemalloc() -> None:
+    tracemalloc.start()
+    try:
+        assert run(tracemalloc.is_tracing).value is False
+        assert tracemalloc.is_tracing()
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_trusted_child_leaves_no_children_to_the_process_that_adopts_orphans() -> None:
