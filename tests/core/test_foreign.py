@@ -220,7 +220,7 @@ def test_a_gap_names_the_version_the_purpose_and_what_is_not_done(monkeypatch: p
 
 
 def test_an_error_has_its_own_words_if_the_table_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(foreign, "table", lambda: [][0])
+    monkeypatch.setattr(foreign, "table", lambda: 1 / 0)
     assert reason_of(ImportError("no disk")) == "ImportError: no disk"
 
 

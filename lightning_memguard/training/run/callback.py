@@ -7,7 +7,9 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Callable, MutableMapping
+import warnings
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 from weakref import WeakKeyDictionary
@@ -37,6 +39,9 @@ _WHILE_COUNTING = ("on_before_backward", "on_train_batch_end")  # skipped at oth
 _NOT_USED = ("on_before_zero_grad", "on_after_backward", *_WHILE_COUNTING)
 
 
+_LIGHTNINGS = ("lightning.pytorch", "pytorch_lightning")
+
+
 def _callback_classes() -> tuple[type, ...]:
     """The Callback class of each Lightning that is installed: ``lightning``, ``pytorch_lightning`` or both.
 
@@ -45,15 +50,29 @@ def _callback_classes() -> tuple[type, ...]:
     """
     classes: list[type] = []
     failures: list[Exception] = []
-    for package in ("lightning.pytorch", "pytorch_lightning"):
+    of_program = sys.modules.keys() & {*_LIGHTNINGS}
+    for package in _LIGHTNINGS:
         try:
-            classes.append(importlib.import_module(package).Callback)
+            with nullcontext() if package in of_program or not of_program else _messages_kept():
+                classes.append(importlib.import_module(package).Callback)
         except Exception as error:  # noqa: BLE001, PERF203 - not installed, or broken by something it imports
             failures.append(error)
     if not classes:
         raise ImportError("Neither `lightning` nor `pytorch-lightning` can be imported; install one.") from failures[0]
     unlike = list(dict.fromkeys(classes))
     return tuple(each for each in unlike if not any(issubclass(other, each) for other in unlike if other is not each))
+
+
+@contextmanager
+def _messages_kept() -> Iterator[None]:
+    """Keep the logger and the form of warnings of the Lightning that the program imports: the other takes over both."""
+    both, shown = importlib.import_module("lightning_utilities.core.rank_zero"), warnings.formatwarning
+    before = dict(vars(both))
+    try:
+        yield
+    finally:
+        vars(both).update(before)
+        warnings.formatwarning = shown
 
 
 _Hook = TypeVar("_Hook", bound=Callable[..., None])

@@ -11,15 +11,18 @@ import subprocess
 import sys
 import warnings
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import pytorch_lightning as pl
 import torch
+from lightning_utilities.core import rank_zero
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memguard import DoesNotFitError, MemGuard, MemGuardError
+from lightning_memguard.training.run import callback
 from lightning_memguard.training.run.guarded_run import GuardedRun
 from lightning_memguard.units import KIB
 from tests.long import long_but
@@ -52,6 +55,28 @@ class Lost(Sized):
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         return super().training_step(batch, batch_idx) * math.nan
+
+
+@pytest.mark.parametrize("program", ["pytorch_lightning", "lightning.pytorch"])
+def test_messages_stay_those_of_the_lightning_that_the_program_imports(
+    monkeypatch: pytest.MonkeyPatch, program: str
+) -> None:
+    """The packages share one logger for messages, and each sets it as it is imported."""
+    monkeypatch.setattr(rank_zero, "log", "the program's")
+    for package in {"pytorch_lightning", "lightning.pytorch"} - {program}:
+        monkeypatch.delitem(sys.modules, package)
+
+    def import_module(name: str) -> Any:
+        if name == rank_zero.__name__:
+            return rank_zero
+        if name not in sys.modules:
+            rank_zero.log = warnings.formatwarning = name
+        return SimpleNamespace(Callback=type(name, (), {}))
+
+    monkeypatch.setattr(callback.importlib, "import_module", import_module)
+    shown = warnings.formatwarning
+    assert len(callback._callback_classes()) == 2
+    assert (rank_zero.log, warnings.formatwarning) == ("the program's", shown)
 
 
 @pytest.mark.captures
