@@ -380,6 +380,18 @@ def batches_taken(facts: RunFacts, info: LoaderInfo, batch_size: int) -> int | N
     return int(count * limit) if isinstance(limit, float) else min(count, limit)
 
 
+def divided(facts: RunFacts, info: LoaderInfo, batch_size: int, pieces: int) -> RunFacts:
+    """Return the settings of a fit whose batches of a size are divided; see `RunFacts.divided`.
+
+    Without a last batch of fewer samples, an epoch ends on a whole step: pieces of what was left out are left out.
+    """
+    scaled, count, limit = facts.divided(pieces), batches_taken(facts, info, batch_size), facts.limits["train"]
+    is_whole = all(each.drops_last for each in info.sources) or (isinstance(limit, float) and limit < 1)
+    if pieces == 1 or facts.is_rehearsal or count is None or not is_whole or len(info.sources) > 1:
+        return scaled
+    return replace(scaled, limits={**scaled.limits, "train": count * pieces})
+
+
 def leaves_one(info: LoaderInfo, batch_size: int) -> bool:
     """Whether an epoch would end on a single sample, which batch norm refuses, and would not at the user's own size."""
 

@@ -43,6 +43,7 @@ from lightning_memguard.units import counted
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer
+    from pytorch_lightning.utilities.types import LRSchedulerConfig
 
     from lightning_memguard.report.loggers import Boards
     from lightning_memguard.report.page import Page
@@ -82,6 +83,7 @@ class GuardedRun:
         self._undo: list[Callable[[], None]] = []
         self._oom_kills = oom_kills()
         self._own = OwnSize()
+        self._schedules: list[tuple[LRSchedulerConfig, int]] = []  # with the frequencies that were set
         self._watches: dict[str, BatchWatch | None] = {}  # by role
         self._folder: Path | None = None
         self._report: Report | None = None
@@ -156,16 +158,23 @@ class GuardedRun:
         profile = self.tuning.profile
         if profile is None:
             return
-        for name, value in self._own.settings(self.decision, profile.facts).items() if self.trains else ():
-            self._set(name, value)
+        for name, value in self._own.settings(self.decision, profile).items() if self.trains else ():
+            self._set(self.trainer, name, value)
+        self._follow_schedules()
         if self._watches:
             self._watch_batches(profile)
 
-    def _set(self, name: str, value: object) -> None:
-        before = getattr(self.trainer, name, value)  # Lightning 2.6 sets no val_check_interval if it is a time
+    def _follow_schedules(self) -> None:
+        """Have schedules that step after so many batches count those of the loader's own size."""
+        for config, own in self._schedules:
+            if config.interval == "step" and own > 1:  # at 1, they step with the optimizer, even at an epoch's end
+                self._set(config, "frequency", own * self._own.pieces(self.decision))
+
+    def _set(self, thing: object, name: str, value: object) -> None:
+        before = getattr(thing, name, value)  # Lightning 2.6 sets no val_check_interval if it is a time
         if before != value:
-            self._undo.append(partial(setattr, self.trainer, name, before))
-            setattr(self.trainer, name, value)
+            self._undo.append(partial(setattr, thing, name, before))
+            setattr(thing, name, value)
 
     def _batch_size(self) -> int:
         """Return the size to make loaders with, 0 to leave them as they are; checked again.
@@ -234,6 +243,8 @@ class GuardedRun:
         """Show the decision, watch batches and steps, and write the snapshot that was asked for before a fit."""
         profile, recorder = self.tuning.profile, self._recorder
         if profile is not None:
+            self._schedules = [(each, each.frequency) for each in self.trainer.lr_scheduler_configs if self.trains]
+            self._follow_schedules()
             if reason := attempt(lambda: self._show(profile)).reason:
                 self._warn(f"MemGuard shows less of this run: {reason}")
             self._watch_batches(profile)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from lightning_memguard.core.decision.decision import Decision
 from lightning_memguard.core.replay.footprint import Footprint
+from lightning_memguard.training.data.loaders import divided
 from lightning_memguard.training.facts.ranks import attempt, say
-from lightning_memguard.training.facts.run_facts import RunFacts
 
 if TYPE_CHECKING:
     from lightning_memguard.training.run.batch_monitor import BatchWatch
@@ -36,9 +36,13 @@ class OwnSize:
         """The batch size now."""
         return self.size or decision.batch_size
 
-    def settings(self, decision: Decision, facts: RunFacts) -> Mapping[str, object]:
+    def pieces(self, decision: Decision) -> int:
+        """How many of the batches now make one of the loader's own."""
+        return 1 if self.size else decision.pieces
+
+    def settings(self, decision: Decision, profile: RunProfile) -> Mapping[str, object]:
         """Settings of the Trainer: the batches of a hook's own size are not pieces of larger ones."""
-        scaled = facts.divided(1 if self.size else decision.pieces)
+        scaled = divided(profile.facts, profile.loader_info, decision.requested_batch_size, self.pieces(decision))
         own, decided = decision.requested_accumulate_grad_batches, decision.accumulate_grad_batches
         return {
             "accumulate_grad_batches": own if self.size else decided,

@@ -17,7 +17,7 @@ from lightning_memguard.core.range import NOTHING, Range
 from lightning_memguard.core.trace.kept import MOST_EPOCHS, MOST_STEPS, Kept, left_words, runs_out
 from lightning_memguard.errors import CannotTraceError, DoesNotFitError, MemGuardError
 from lightning_memguard.training.adapter import callbacks
-from lightning_memguard.training.data.loaders import batches_taken
+from lightning_memguard.training.data.loaders import batches_taken, divided
 from lightning_memguard.training.facts.lightning_types import is_a, shards
 from lightning_memguard.training.facts.ranks import Ranks, attempt, shared
 from lightning_memguard.training.facts.run_facts import ROLES, Role, RunFacts, Stage, read_run_facts, takes_steps
@@ -140,7 +140,8 @@ def with_steps(tuning: Tuning) -> Tuning:
         return replace(tuning, decision=attempt(lambda: _noting_what_is_left(decision, profile)).value or decision)
 
     def steps(batch_size: int, accumulate: int, pieces: int = 1) -> int | None:
-        batches = batches_taken(profile.facts.divided(pieces), profile.loader_info, batch_size)
+        facts = divided(profile.facts, info, decision.requested_batch_size, pieces)
+        batches = batches_taken(facts, info, batch_size)
         return None if batches is None else math.ceil(batches / accumulate)
 
     now = attempt(lambda: steps(decision.batch_size, decision.accumulate_grad_batches, decision.pieces)).value
@@ -155,7 +156,8 @@ def _with_what_is_left(decision: Decision, profile: RunProfile) -> Decision:
     if footprint is None or budget is None or not profile.kept:
         return decision
     trainer, size = profile.run.program.trainer, decision.batch_size
-    batches = batches_taken(facts.divided(decision.pieces), profile.loader_info, size)
+    settings = divided(facts, profile.loader_info, decision.requested_batch_size, decision.pieces)
+    batches = batches_taken(settings, profile.loader_info, size)
     of_step = sum(each.bytes_at(size) for each in profile.kept if each.lasts and each.when == "step")
     of_epoch = of_step * (batches or 0)
     if info is not None:

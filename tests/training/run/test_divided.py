@@ -48,12 +48,14 @@ class Deep(pl.LightningModule):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.validated_at.append(self.trainer.global_step)
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return (
-            torch.optim.LBFGS(self.parameters(), max_iter=2, history_size=1)
-            if self.kind == "LBFGS"
-            else torch.optim.SGD(self.parameters(), 0.1)
-        )
+    def configure_optimizers(self) -> Any:
+        if self.kind == "LBFGS":
+            return torch.optim.LBFGS(self.parameters(), max_iter=2, history_size=1)
+        optimizer = torch.optim.SGD(self.parameters(), 0.1)
+        if self.kind != "scheduled":
+            return optimizer
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        return [optimizer], [{"scheduler": schedule, "interval": "step", "frequency": 2}]
 
 
 @pytest.fixture
@@ -67,11 +69,13 @@ Fit = Callable[..., tuple[pl.Trainer, Deep, list[str]]]
 
 @pytest.fixture
 def fit(trainer: Any, data: TensorDataset) -> Fit:
-    def run(*callbacks: Any, size: int = 600, kind: str = "", **settings: Any) -> tuple[pl.Trainer, Deep, list[str]]:
+    def run(
+        *callbacks: Any, size: int = 600, kind: str = "", drop_last: bool = False, **settings: Any
+    ) -> tuple[pl.Trainer, Deep, list[str]]:
         made, module = trainer(*callbacks, num_sanity_val_steps=0, **settings), Deep(kind)
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
-            made.fit(module, DataLoader(data, size), DataLoader(data, 100))
+            made.fit(module, DataLoader(data, size, drop_last=drop_last), DataLoader(data, 100))
         return made, module, [str(each.message) for each in told if "do not fit" in str(each.message)]
 
     return run
@@ -92,6 +96,8 @@ def decided(guard: MemGuard) -> Decision:
         {"val_check_interval": 2, "check_val_every_n_epoch": None, "max_epochs": 2},
         pytest.param({"val_check_interval": 0.5}, marks=pytest.mark.long),
         pytest.param({"max_steps": 3}, marks=pytest.mark.long),
+        {"drop_last": True, "size": 504, "kind": "scheduled"},
+        pytest.param({"limit_train_batches": 0.9, "kind": "scheduled"}, marks=pytest.mark.long),
     ],
     ids=str,
 )
