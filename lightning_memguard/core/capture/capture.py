@@ -240,7 +240,6 @@ class Captures:
         self.deadline, self.soon = deadline, soon
         self._programs = list(programs)
         self._next_size = next_size
-        self.foresees = next_size is not None
         self._children = UserCode[_Task, Trace](
             lambda task: capture_here(self._programs[task[0]], *task[1:], later=not rough), most, deadline=self._until
         )
@@ -258,9 +257,13 @@ class Captures:
         if task not in self._known:
             self._children.start(task)
 
+    def foresees(self, program: Program) -> bool:
+        """Whether it knows which batch size is likely asked for next."""
+        return self._next_size is not None and program is self._programs[0]
+
     def next_size(self, program: Program, traces: Sequence[Trace]) -> int:
         """The batch size that is likely asked for next; 0 if unknown."""
-        if self._next_size is None or program is not self._programs[0]:
+        if self._next_size is None or not self.foresees(program):
             return 0
         try:
             return self._next_size(traces)

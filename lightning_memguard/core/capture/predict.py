@@ -623,7 +623,7 @@ def _traces_and_growth(
     """Traces at a few sizes, and their growth if they agree."""
     if not scalable:
         return [capture(program, asked, method)], None
-    fourth_size, sizes = FAKE_SIZES[3], FAKE_SIZES[: 2 if captures.foresees or captures.rough else 3]
+    fourth_size, sizes = FAKE_SIZES[3], FAKE_SIZES[: 2 if captures.foresees(program) or captures.rough else 3]
     own = _own_first(captures, program, asked, method)
     for size in sizes:
         captures.start(program, size, method, FIRST)

@@ -60,6 +60,11 @@ class LightningProgram(LightningStep):
             return None
         return int(self.accumulate_grad_batches or self.trainer.accumulate_grad_batches)
 
+    @functools.cached_property
+    def accumulating(self) -> LightningProgram:
+        """The program with gradients of earlier batches in its step; itself if it has them."""
+        return self if (self.accumulate_grad_batches or 1) > 1 else replace(self, accumulate_grad_batches=2)
+
     @override
     def inspect(self, examine: Callable[[nn.Module, str], T]) -> T:
         # ``configure_model`` and ``setup`` may make parts of the module.

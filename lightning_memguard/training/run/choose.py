@@ -208,6 +208,7 @@ class Planner:
             evaluation = run.evaluation.value
             programs = [run.program, *([evaluation.program] if evaluation else [])]
             programs = [each for program in programs for each in program.kinds or (program,)]
+            programs += [each.accumulating for each in programs if each.trains and self._settings.divides]
             next_size = self._reading.next_size if self._reading else None
             asked = self._reading.request_of("") if self._reading else None
             own_first = asked is not None and bool(asked.kept_by or not asked.free_to_choose)

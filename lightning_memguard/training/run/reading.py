@@ -88,9 +88,8 @@ class Run:
 
     def accumulating(self) -> Run:
         """Return the run with gradients of earlier batches in its step; itself if it has them."""
-        if (self.program.accumulate_grad_batches or 1) > 1:
-            return self
-        return replace(self, program=replace(self.program, accumulate_grad_batches=2))
+        program = self.program.accumulating
+        return self if program is self.program else replace(self, program=program)
 
     def of_kinds(self, training: Curve, validation: Curve | None = None) -> Run:
         """Return the run with its programs on the kinds of batches that are predicted."""

@@ -23,6 +23,7 @@ from lightning_memguard.errors import CannotTraceError
 from lightning_memguard.training.run import choose, epochs
 from lightning_memguard.training.run.tune import tune
 from lightning_memguard.units import MIB
+from tests import tape
 from tests.training.quiet import quiet_trainer
 
 pytestmark = pytest.mark.usefixtures("taped")
@@ -112,6 +113,20 @@ def test_batches_whose_epoch_fails_are_divided(monkeypatch: pytest.MonkeyPatch):
     assert (decision.batch_size, decision.accumulate_grad_batches) == (4, 2)
     assert decision.fits
     assert decision.footprint.epoch.fits
+
+
+def test_each_step_is_captured_once_though_each_epoch_decides_anew(monkeypatch: pytest.MonkeyPatch):
+    asked = list[tuple[int, int]]()
+
+    def played(program: Any, batch_size: int, *_: object, **__: object) -> Any:
+        asked.append((program.batches_per_step, batch_size))
+        return tape.played(program, batch_size)
+
+    monkeypatch.setattr("lightning_memguard.core.capture.capture.capture_here", played)
+    monkeypatch.setattr(choose, "epoch_of_run", failing_from(5))
+    assert decided(OfTexts([30, 70, 50, 90] * 4, batch_size=8)).accumulate_grad_batches == 2
+    assert {batches for batches, _ in asked} == {1, 2}
+    assert len(asked) == len({*asked})
 
 
 def test_a_run_that_may_not_change_does_not_fit_and_what_makes_it_fit_is_named(monkeypatch: pytest.MonkeyPatch):
