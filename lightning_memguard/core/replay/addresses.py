@@ -36,6 +36,11 @@ class AscendingAddresses:
     def give_back(self, address: int, nbytes: int) -> None:
         """Do nothing: no address is used again."""
 
+    @property
+    def state(self) -> object:
+        """All that later addresses depend on."""
+        return self._next
+
 
 @dataclass(eq=False)
 class _Region:
@@ -96,6 +101,11 @@ class DescendingAddresses:
         region.join(address, address + nbytes)
         if region.free == [(region.begin, region.end)]:
             self._regions.remove(region)
+
+    @property
+    def state(self) -> object:
+        """All that later addresses depend on."""
+        return self._top, tuple((each.begin, each.end, *each.free) for each in self._regions)
 
     def _new_region(self, nbytes: int) -> _Region:
         top = self._top

@@ -9,9 +9,10 @@ What ``record_stream`` keeps, a trace says (`core/simulation/streams.py`).
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby, takewhile
+from operator import attrgetter
 from typing import Literal, NamedTuple
 
 from lightning_memguard.core.replay.addresses import AscendingAddresses, DescendingAddresses
@@ -187,6 +188,16 @@ class Allocator:
             SegmentInfo(run[0].address, run[0].pool.stream, "small" if run[0].pool.small else "large", run)
             for run in runs
         )
+
+    @property
+    def state(self) -> Hashable:
+        """All that later requests depend on: allocators in equal states, with equal settings, serve them equally."""
+        segments = tuple(
+            (address, first.pool.small, first.pool.stream, *map(_state_of, _chain(first)))
+            for address, first in sorted(self._segments.items())
+        )
+        age = self._large_searches if self._collects_garbage else 0
+        return segments, self._addresses.state, age
 
     def empty_cache(self) -> None:
         """Release every segment, or page, that is entirely free [emptyCache, release_cached_blocks]."""
@@ -475,6 +486,9 @@ class Allocator:
             self._cache(block)
         else:  # [release_expandable_segment]
             del self._segments[block.address]
+
+
+_state_of = attrgetter("size_bytes", "allocated", "mapped")
 
 
 def _cut(block: Block, nbytes: int) -> Block:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import chain
@@ -19,7 +19,7 @@ from lightning_memguard.core.replay.recurring import RecurringStep, StepSequence
 from lightning_memguard.core.replay.replay import Steps
 from lightning_memguard.core.replay.settings import VARIABLE, AllocatorSettings
 from lightning_memguard.core.trace.scratch import up
-from lightning_memguard.core.trace.trace import Event, Trace
+from lightning_memguard.core.trace.trace import Trace
 from lightning_memguard.errors import CannotTraceError
 from lightning_memguard.units import format_bytes
 
@@ -220,9 +220,25 @@ def _allocator(settings: AllocatorSettings) -> Steps:
     return Steps(Trace(0, "cuda", "fake", ()), settings)
 
 
+Shapes = tuple[Shape, ...]
+StepAt = Callable[[Shape], RecurringStep]
+
+
+class _Done(NamedTuple):
+    """A step as it was replayed: the state that it left, and what it released; see `EpochRun`."""
+
+    state: int
+    retries: int
+    releases: int
+
+
 @dataclass
 class _Run:
-    """A run under way."""
+    """A run under way.
+
+    Steps on a few shapes soon find the allocator as others have found it before. These are not replayed again, until
+    one follows for which the allocator has to be brought to where the run is.
+    """
 
     change: str
     how: str
@@ -231,31 +247,65 @@ class _Run:
     steps: int = 0
     grew_at: int = 0
     peak_bytes: int = 0
+    retries: int = 0
+    releases: int = 0
     failed_at: int | None = None
+    sequence: StepSequence = field(default_factory=StepSequence)
+    states: dict[Hashable, int] = field(default_factory=dict)
+    state: int = 0
+    known: dict[tuple[int, Shapes], _Done] = field(default_factory=dict)
+    ahead: list[tuple[int, Shapes]] = field(default_factory=list)  # steps that lead from the allocator's state to this
 
-    def go_on(self, events: Sequence[Event]) -> bool:
-        """Replay a step, and return whether anything new has happened."""
-        allocator = self.replay.allocator
-        assert allocator is not None, "exact memory keeps nothing between steps"
+    def go_on(self, shapes: Shapes, step_at: StepAt) -> bool:
+        """Run a step, or two at first, and return whether anything new has happened."""
         if self.failed_at is not None:
             return False
-        self.steps, had_retries = self.steps + 1, allocator.retries > 0
-        for _ in self.replay.go_on(events):
+        self.steps, had_retries = self.steps + 1, self.retries > 0
+        if (self.state, shapes) in self.known:
+            self.ahead.append((self.state, shapes))
+        else:
+            self.known[self.state, shapes] = self._replayed(shapes, step_at)
+        done = self.known[self.state, shapes]
+        self.state = done.state
+        self._forget_detours()
+        self.retries += done.retries
+        self.releases += done.releases
+        assert self.replay.allocator is not None
+        grown = self.replay.allocator.peak_reserved_bytes > self.peak_bytes
+        if grown:
+            self.grew_at, self.peak_bytes = self.steps, self.replay.allocator.peak_reserved_bytes
+        return grown or (self.retries > 0) != had_retries
+
+    def _replayed(self, shapes: Shapes, step_at: StepAt) -> _Done:
+        """Replay a step in the allocator, after those that lead to it."""
+        for _, before in self.ahead:
+            self._replay(before, step_at)
+        self.ahead = []
+        return self._replay(shapes, step_at)
+
+    def _replay(self, shapes: Shapes, step_at: StepAt) -> _Done:
+        allocator = self.replay.allocator
+        assert allocator is not None, "exact memory keeps nothing between steps"
+        retries, actions = allocator.retries, len(allocator.segment_actions)
+        for _ in self.replay.go_on(chain.from_iterable(self.sequence.events_of(step_at(each)) for each in shapes)):
             pass
         refused = self.replay.out_of_memory_event
         if refused is not None:
             self.failed_at = self.steps
             allocator.alloc_beyond(refused.nbytes, refused.stream)
-        grown = allocator.peak_reserved_bytes > self.peak_bytes
-        if grown:
-            self.grew_at, self.peak_bytes = self.steps, allocator.peak_reserved_bytes
-        return grown or (allocator.retries > 0) != had_retries
+        state = self.replay.state_with({} if refused else self.sequence.left)
+        releases = sum(each.action == "segment_free" for each in allocator.segment_actions[actions:])
+        number = self.states.setdefault(state, len(self.states) + 1)
+        return _Done(number, allocator.retries - retries, releases)
+
+    def _forget_detours(self) -> None:
+        """Leave out steps that came back to a state."""
+        came_by = [state for state, _ in self.ahead]
+        if self.state in came_by:
+            del self.ahead[came_by.index(self.state) :]
 
     def found(self) -> EpochRun:
-        allocator = self.replay.allocator
-        assert allocator is not None
-        releases = sum(action.action == "segment_free" for action in allocator.segment_actions)
-        counts = self.steps, self.peak_bytes, self.grew_at, allocator.retries, releases
+        counts = self.steps, self.peak_bytes, self.grew_at, self.retries, self.releases
         return EpochRun(self.change, self.how, *counts, self.failed_at)
 
 
@@ -266,15 +316,13 @@ class _Order:
     pad: Callable[[int], int]
     runs: list[_Run]
     first: Shape | None = None
-    sequence: StepSequence = field(default_factory=StepSequence)
 
     @property
     def is_over(self) -> bool:
         return all(run.failed_at for run in self.runs)
 
-    def go_on(self, shape: Shape, step_at: Callable[[Shape], RecurringStep]) -> bool:
-        shapes = [shape._replace(length=self.pad(shape.length))]
+    def go_on(self, shape: Shape, step_at: StepAt) -> bool:
+        shapes: Shapes = (shape._replace(length=self.pad(shape.length)),)
         if self.first is not None:
-            shapes, self.first = [self.first, *shapes], None
-        events = [*chain.from_iterable(self.sequence.events_of(step_at(each)) for each in shapes)]
-        return any([run.go_on(events) for run in self.runs])  # noqa: C419 - each goes on
+            shapes, self.first = (self.first, *shapes), None
+        return any([run.go_on(shapes, step_at) for run in self.runs])  # noqa: C419 - each goes on

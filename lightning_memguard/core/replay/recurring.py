@@ -10,7 +10,7 @@ A step that does not fit with all that the allocator would like to cache runs al
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -111,6 +111,11 @@ class StepSequence:
         self._next_block = -1
         self._left: dict[Name, Event] = {}
 
+    @property
+    def left(self) -> dict[Hashable, int]:
+        """Blocks that the last step has left to the next one."""
+        return {name: event.block for name, event in self._left.items()}
+
     def events_of(self, step: RecurringStep) -> list[Event]:
         """The events of the next step; before the first one, all that comes before it in its trace."""
         if self._next_block < 0:
@@ -127,9 +132,9 @@ class StepSequence:
             elif block not in names:
                 like = before.pop(step.taken[block], None)
                 if like is not None:  # else the step before was another, and has left none
-                    found.append(event._replace(block=like.block))
+                    found.append(Event(event.action, like.block, *event[2:]))
                 continue
-            found.append(event._replace(block=names[block]))
+            found.append(Event(event.action, names[block], *event[2:]))  # a tenth of the time of ``_replace``
             if block in step.left:
                 self._left[step.left[block]] = found[-1]
         return [*found, *(event._replace(action="free") for event in before.values())]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import TypeVar
@@ -86,6 +86,14 @@ class Steps:
             waiting[event.block] = block
         elif event.block in waiting:
             allocator.free(waiting.pop(event.block))
+
+    def state_with(self, left: Mapping[Hashable, int]) -> Hashable:
+        """All that later events depend on, if of the blocks that are there they free ``left`` alone, by their names."""
+        assert self.allocator is not None, "exact memory keeps nothing between steps"
+        if self._waiting:
+            return object()  # like no other
+        left_at = tuple((name, self._blocks[block].address) for name, block in left.items())
+        return self.allocator.state, left_at, tuple(self._kept_sizes.items())
 
     def go_on(self, events: Iterable[Event]) -> Iterator[int]:
         """Replay more events in the allocator as it is now."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from itertools import repeat
+from itertools import islice, repeat
 
 import pytest
 
@@ -18,6 +18,7 @@ from lightning_memguard.errors import CannotTraceError
 from lightning_memguard.units import GIB, MIB
 
 WEIGHTS = 100 * MIB
+go_on = Steps.go_on
 
 
 def trace_at(shape: Shape) -> Trace:
@@ -96,6 +97,24 @@ def test_within_a_capacity_the_cache_is_released_until_a_step_does_not_fit():
     assert fails.run.failed_at == 3
     assert fails.remedy is None
     assert "step 3 runs out of memory" in fails.text
+
+
+@pytest.mark.parametrize("capacity_bytes", [None, 620 * MIB, GIB])
+def test_a_step_that_finds_the_allocator_as_another_did_is_not_replayed_again(
+    capacity_bytes: int | None, monkeypatch: pytest.MonkeyPatch
+):
+    settings, replays = AllocatorSettings(capacity_bytes=capacity_bytes), list[Steps]()
+
+    def found() -> Epoch:
+        run = islice(in_random_order(shapes(20, 31, 33)), 300)
+        return replay_epoch(run, trace_at, settings, longest=Shape(1, 33), padding=to_multiples(33))
+
+    monkeypatch.setattr(Steps, "go_on", lambda self, events: replays.append(self) or go_on(self, events))
+    epoch = found()
+    few = len(replays)
+    monkeypatch.setattr(Steps, "state_with", lambda *_: object())
+    assert found() == epoch
+    assert few < (len(replays) - few) / 2
 
 
 def test_it_ends_when_nothing_new_happens_or_the_time_is_up():
