@@ -244,9 +244,15 @@ class Storages:
             self._forget(port.storage_id(storage), block)  # resized in place: a new allocation behind the same object
         if not nbytes:
             return None
-        if operator and (nbytes > self.device_bytes or nbytes > self.room_bytes - self.alive_bytes):
+        if operator and nbytes > self._free_bytes:
             self._refuse(nbytes)
         return self._hold(storage, self.take(nbytes + kept_bytes, operator), nbytes)
+
+    @property
+    def _free_bytes(self) -> float:
+        """The most that a request is granted."""
+        is_limited = self.room_bytes < math.inf  # else all blocks would be added up at each request
+        return min(self.device_bytes, self.room_bytes - self.alive_bytes) if is_limited else self.device_bytes
 
     def _refuse(self, nbytes: int) -> None:
         """Raise what a request raises on the device, if it does.

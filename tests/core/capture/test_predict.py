@@ -32,6 +32,7 @@ from lightning_memguard.core.capture.capture import (
 )
 from lightning_memguard.core.capture.predict import Prediction, StepFailsError, capture, predict
 from lightning_memguard.core.capture.program import LoopProgram
+from lightning_memguard.core.capture.storages import Storages
 from lightning_memguard.core.device.out_of_memory import ran_out_of_memory
 from lightning_memguard.core.isolation import pool
 from lightning_memguard.core.isolation.pool import StoppedError
@@ -563,6 +564,14 @@ def test_with_less_room_than_a_step_takes_each_request_past_it_raises():
     assert capture(on_an_h200(skips), 4, "fake", room).has_note("refused")
     with pytest.raises(CaptureFailedError, match="out of memory"):
         capture(on_an_h200(lambda model, x: model(x.repeat(1000, 1)).sum()), 4, "fake", room)
+
+
+@pytest.mark.usefixtures("here")
+def test_without_a_limit_what_is_alive_is_not_added_up_at_each_request(monkeypatch: pytest.MonkeyPatch):
+    asked = list[Storages]()
+    monkeypatch.setattr(Storages, "alive_bytes", property(lambda self: asked.append(self) or 0))
+    capture(on_an_h200(lambda model, x: sum(model(x + place).sum() for place in range(50))), 4, "fake")
+    assert len(asked) < 50
 
 
 @pytest.mark.parametrize("n", [3, 100, 2048])
