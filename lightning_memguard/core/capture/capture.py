@@ -26,7 +26,7 @@ from lightning_memguard.core.capture.leftovers import without_collections
 from lightning_memguard.core.capture.program import FewLayers, Program, device_to_run_on
 from lightning_memguard.core.capture.recorder import Recorder
 from lightning_memguard.core.capture.storages import line_behind
-from lightning_memguard.core.device.host import host_memory
+from lightning_memguard.core.device.host import host_bytes
 from lightning_memguard.core.device.out_of_memory import causes_of, ran_out_of_memory
 from lightning_memguard.core.foreign import reason_of
 from lightning_memguard.core.isolation.pool import Children, StoppedError, in_child, is_forked, tell
@@ -468,7 +468,7 @@ def _new_recorder(
         answers=variant.answers,
     )
     if refuses and where == "cpu":
-        recorder.device_bytes = host_memory().total_bytes
+        recorder.device_bytes = host_bytes()
     elif refuses and gpu:
         recorder.device_bytes = gpu.memory_bytes
     recorder.room_bytes = math.inf if variant.room_bytes is None else variant.room_bytes

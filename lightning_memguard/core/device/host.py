@@ -5,6 +5,7 @@ Sources may fail: a driver, a library or a file can be missing.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,6 +58,12 @@ def host_memory() -> MemoryInfo:
     """Read what the host has available: free memory, and caches that it can drop."""
     memory = psutil.virtual_memory()
     return MemoryInfo(memory.total, memory.available, "host")
+
+
+@functools.cache
+def host_bytes() -> int:
+    """The host's memory, which does not change."""
+    return host_memory().total_bytes
 
 
 def cgroup_memory(root: Path = Path("/")) -> MemoryInfo | None:
