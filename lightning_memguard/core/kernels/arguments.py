@@ -110,6 +110,11 @@ def is_torch(*version: int) -> bool:
     return version <= port.VERSION
 
 
+def dtype_of(tensor: Tensor) -> str:
+    """The name of a tensor's dtype, such as ``"float32"``."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
 def is_on_host(tensor: Tensor) -> bool:
     """Whether a tensor is the CPU's; one that is restored without a device keeps that it was."""
     known = getattr(tensor, "on_host", None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lightning_memguard.core.kernels import cudnn
-from lightning_memguard.core.kernels.arguments import CudaCall, Rules, after, moments
+from lightning_memguard.core.kernels.arguments import CudaCall, Rules, after, dtype_of, moments
 from lightning_memguard.core.kernels.cuda_reductions import reduction
 from lightning_memguard.core.kernels.layout import (
     TensorLayout,
@@ -41,7 +41,7 @@ def _workspace(operation: cudnn.Operation, call: CudaCall) -> Block:
         x=as_images(x)[0],
         weight=as_images(weight)[0],
         y=as_images(y)[0],
-        kind=str(x.dtype).removeprefix("torch."),
+        kind=dtype_of(x),
         channels_last=channels_last,
         padding=in_image(call["padding"], x, 0),
         stride=in_image(call["stride"], x, 1),
@@ -102,7 +102,7 @@ def _is_fast_in_cudnn(call: CudaCall) -> bool:
     """`check_cudnn_depthwise_workload_with_filter` (Convolution.cpp): float16 images of 32 channels or more."""
     x, window = call["input"], as_images(call["weight"])[0][-2:]
     shape, stride = as_images(x)[0], in_image(call["stride"], x, 1)
-    is_half = str(x.dtype) == "torch.float16" and call.target.compute_capability >= (7, 0)
+    is_half = dtype_of(x) == "float16" and call.target.compute_capability >= (7, 0)
     if not is_half or len(shape) != 4 or shape[1] < 32 or set(call["dilation"]) != {1}:
         return False
     if shape[2] == 1 and stride[1] == 1:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 
 from lightning_memguard.core.kernels import onednn
-from lightning_memguard.core.kernels.arguments import CpuCall, Rules, after, moments, operands
+from lightning_memguard.core.kernels.arguments import CpuCall, Rules, after, dtype_of, moments, operands
 from lightning_memguard.core.kernels.layout import (
     contiguous_strides,
     copy_bytes,
@@ -38,7 +38,7 @@ def half_kind(tensor: Tensor, host: CpuTarget) -> onednn.Kind | None:
     """The type that oneDNN computes in (`use_mkldnn_bf16_matmul` and `..._fp16_...` in mkldnn/Matmul.cpp)."""
     if not tensor.is_floating_point() or tensor.element_size() != FLOAT // 2:
         return None
-    kind: onednn.Kind = "bf16" if "bfloat16" in str(tensor.dtype) else "f16"
+    kind: onednn.Kind = "bf16" if dtype_of(tensor) == "bfloat16" else "f16"
     return kind if (host.bf16 if kind == "bf16" else host.fp16) else None
 
 
@@ -295,7 +295,7 @@ def _attention_split(query: Tensor, key: Tensor) -> tuple[int, int]:
 def _packs(call: CpuCall) -> bool:
     """`need_pack` in `cpu_flash_attention`, where AMX multiplies."""
     query, key, host = call["query"], call["key"], call.target
-    is_bf16 = "bfloat16" in str(query.dtype)
+    is_bf16 = dtype_of(query) == "bfloat16"
     if not is_half(query) or not (host.amx_bf16 if is_bf16 else host.amx_fp16):
         return False
     rows, _ = _attention_split(query, key)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 from lightning_memguard.core.kernels import onednn
-from lightning_memguard.core.kernels.arguments import CpuCall, Rules, moments
+from lightning_memguard.core.kernels.arguments import CpuCall, Rules, dtype_of, moments
 from lightning_memguard.core.kernels.layout import (
     as_images,
     contiguous_strides,
@@ -55,7 +55,7 @@ class _Conv:
     def _kind(self) -> onednn.Kind:
         if self.x.element_size() == FLOAT:
             return "f32"
-        return "bf16" if "bfloat16" in str(self.x.dtype) else "f16"
+        return "bf16" if dtype_of(self.x) == "bfloat16" else "f16"
 
     @property
     def is_channels_last(self) -> bool:

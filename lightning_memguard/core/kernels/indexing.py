@@ -5,7 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from lightning_memguard.core.kernels.arguments import CudaCall, Rules, after, dimension, is_on_host, moments, operands
+from lightning_memguard.core.kernels.arguments import (
+    CudaCall,
+    Rules,
+    after,
+    dimension,
+    dtype_of,
+    is_on_host,
+    moments,
+    operands,
+)
 from lightning_memguard.core.kernels.layout import LONG, accumulator_bytes, broadcast_numel, copies_of, copy_bytes
 from lightning_memguard.core.kernels.sorting import radix_sort, reduce_all, scan, select
 from lightning_memguard.core.range import Range
@@ -65,7 +74,7 @@ def _sum_by_sorting(call: CudaCall, grad: Tensor, copies: tuple[int, ...], count
 
 
 def _is_mask(tensor: Tensor) -> bool:
-    return str(tensor.dtype) in ("torch.bool", "torch.uint8")
+    return dtype_of(tensor) in ("bool", "uint8")
 
 
 @RULES.of("index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put")

@@ -9,7 +9,7 @@ half of them. Of the other half, 55 of 56 calls are in their range, and half of 
 
 from __future__ import annotations
 
-from lightning_memguard.core.kernels.arguments import CudaCall, Rules, after, moments
+from lightning_memguard.core.kernels.arguments import CudaCall, Rules, after, dtype_of, moments
 from lightning_memguard.core.kernels.layout import is_ordered
 from lightning_memguard.core.range import Range
 from lightning_memguard.core.trace.scratch import NONE, CudaTarget, Scratch, Tensor, nbytes, up
@@ -67,7 +67,7 @@ def _workspace(call: CudaCall, *, forward: bool) -> Range[int]:
     of_sequence = (_OF_SEQUENCE + 2 * (directions - 1)) * layers * width
     of_cell += width if call["dropout"] and call["train"] and layers > 1 else 0
     more, most = cells * width * itemsize, _MOST[mode]
-    is_tiled = not (hidden % _TILE or hidden > _MOST_TILED or call["batch_sizes"] or _is_bfloat16(x))
+    is_tiled = not (hidden % _TILE or hidden > _MOST_TILED or call["batch_sizes"] or dtype_of(x) == "bfloat16")
     tiled = _TILED[mode] * more // (directions if _GATES[mode] == 1 else 1) if is_tiled else 0
     if _is_small(call, forward=forward):
         most = _MOST_SMALL
@@ -79,14 +79,10 @@ def _workspace(call: CudaCall, *, forward: bool) -> Range[int]:
 
 def _is_small(call: CudaCall, *, forward: bool) -> bool:
     """`use_rnn_persist_small_h` and `get_algo` (aten/src/ATen/native/cudnn/RNN.cpp); in bfloat16 it was not seen."""
-    if call["batch_sizes"] or call["proj_size"] or _is_bfloat16(call["input"]):
+    if call["batch_sizes"] or call["proj_size"] or dtype_of(call["input"]) == "bfloat16":
         return False
     simple, gated = (384, 192) if forward else (256, 128)
     return bool(call["hidden_size"] <= (simple if _GATES[call["mode"]] == 1 else gated))
-
-
-def _is_bfloat16(tensor: Tensor) -> bool:
-    return str(tensor.dtype) == "torch.bfloat16"
 
 
 def _of_small_cell(call: CudaCall) -> int:
