@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_memguard.core import torch_port as port
 from lightning_memguard.core.batch.nesting import is_dense
 from lightning_memguard.core.foreign import aten as _aten
+from lightning_memguard.core.objects import closed_over
 from lightning_memguard.core.simulation import quantized
 from lightning_memguard.core.simulation.constants import KnownFakeMode
 from lightning_memguard.core.torch_port import (
@@ -295,7 +296,7 @@ def _rebind_functions(module: nn.Module, module_copy: nn.Module, copied: Mapping
             rebound = _rebound(function, copies)
             if rebound is not function:
                 own[name] = _compiled_like(rebound, value)
-            elif any(_rebound(each, copies) is not each for each in _closed_over(function)):
+            elif any(_rebound(each, copies) is not each for _, each in closed_over(function)):
                 own[name] = _compiled_like(_with_modules(function, copies), value)
         if id(child) in copies:
             port.copy_compiled_call(child, copies[id(child)], _compiled_like)
@@ -323,7 +324,8 @@ def _rebound_hook(hook: Any, copies: dict[int, Any]) -> Any:
         arguments = (_rebound(value, copies) for value in hook.args)
         return functools.partial(_rebound_hook(hook.func, copies), *arguments, **keywords)
     if isinstance(hook, types.FunctionType):
-        held = (*_closed_over(hook), *(hook.__defaults__ or ()), *(hook.__kwdefaults__ or {}).values())
+        closed = (value for _, value in closed_over(hook))
+        held = (*closed, *(hook.__defaults__ or ()), *(hook.__kwdefaults__ or {}).values())
         return _with_modules(hook, copies) if any(_rebound(each, copies) is not each for each in held) else hook
     return _rebound(hook, copies)
 
@@ -348,23 +350,13 @@ def _compiled_like(function: Function, other: Any) -> Function:
     return function if compiler is None else compiler(function)
 
 
-def _closed_over(function: Function) -> list[object]:
-    """Return the objects that a function closes over; for a cell that is not set yet, the cell."""
-    found: list[object] = []
-    for cell in getattr(function, "__closure__", None) or ():
-        try:
-            found.append(cell.cell_contents)
-        except ValueError:  # noqa: PERF203 - a function has a few
-            found.append(cell)
-    return found
-
-
 def _with_modules(function: Any, copies: dict[int, Any]) -> types.FunctionType:
     """Return the function as a closure over the copies of its modules, which also are its defaults."""
-    pairs = zip(function.__closure__ or (), _closed_over(function), strict=True)
-    rebound = [(cell, value, _rebound(value, copies)) for cell, value in pairs]
-    closure = tuple(cell if theirs is value else types.CellType(theirs) for cell, value, theirs in rebound)
+    rebound = ((name, value, _rebound(value, copies)) for name, value in closed_over(function))
+    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+    cells |= {name: types.CellType(theirs) for name, value, theirs in rebound if theirs is not value}
     defaults = function.__defaults__ and tuple(_rebound(each, copies) for each in function.__defaults__)
+    closure = tuple(cells.values())
     own = types.FunctionType(function.__code__, function.__globals__, function.__name__, defaults, closure)
     named = function.__kwdefaults__
     own.__kwdefaults__ = named and {name: _rebound(each, copies) for name, each in named.items()}
