@@ -31,6 +31,8 @@ _METHODS = {
     "fake": "traced on fake tensors, no memory allocated",
     "worst-case": "traced on fake tensors; sizes that depend on values are assumed to be the largest possible",
     "sampled": "traced on fake tensors; sizes that depend on values are those of real batches",
+    "valued": "traced on fake tensors that know the values of real batches, and of random numbers",
+    "answered": "traced on fake tensors; what the step reads of them is read in real steps, run on a copy",
     "real": "from real steps, run on a copy",
     "cut": "From part of a step, as time was up: it needs more than this",
     "states": "Without activations, which are unknown: the step needs more than this",

@@ -109,6 +109,7 @@ class Batches:
         draw: which of them the real ones are; above 0, fake ones are as these.
         epoch: of which they are the largest instead.
         kinds: if the data sets the sizes of its batches, those of which one takes the most memory.
+        keep_value: called with each tensor of a fake batch, which is then as a real one, and with that one's; or None.
     """
 
     small: Any
@@ -119,6 +120,7 @@ class Batches:
     draw: int = 0
     epoch: Epoch | None = None
     kinds: tuple[Batches, ...] = ()
+    keep_value: Callable[[torch.Tensor, torch.Tensor], None] | None = None
 
     def is_real_at(self, batch_size: int) -> bool:
         """Whether a real batch of this size is one that the user's own code made."""
@@ -159,10 +161,15 @@ class Batches:
 
     def fake(self, batch_size: int, device: torch.device | None = None) -> Any:
         """A batch without memory, on a device (default: the example's); call it under the fake mode."""
-        if self.draw and self.has_draws(batch_size):
-            batch = self.drawn(batch_size)
+        if self.keep_value or (self.draw and self.has_draws(batch_size)):
+            with unset_fake_temporarily():
+                batch = self.real(batch_size, torch.device("cpu"))
             as_it_is = replace(self, small=batch, large=batch, small_size=batch_size, large_size=batch_size + 1)
-            return _Scaler(as_it_is, batch_size, device, drawn=True).scale(batch, batch)
+            scaled = _Scaler(as_it_is, batch_size, device, drawn=True).scale(batch, batch)
+            if self.keep_value:
+                for fake, real in zip(tensors_in(scaled), tensors_in(batch), strict=True):
+                    self.keep_value(fake, real)
+            return scaled
         return _Scaler(self, batch_size, device).scale(self.small, self.large)
 
     def drawn(self, batch_size: int) -> Any:

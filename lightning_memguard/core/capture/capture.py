@@ -21,7 +21,7 @@ import torch
 from typing_extensions import Self, override
 
 from lightning_memguard.core.batch.batches import Epoch
-from lightning_memguard.core.capture.counters import Counters, Due
+from lightning_memguard.core.capture.counters import Due
 from lightning_memguard.core.capture.leftovers import without_collections
 from lightning_memguard.core.capture.program import FewLayers, Program, device_to_run_on
 from lightning_memguard.core.capture.recorder import Recorder
@@ -32,13 +32,14 @@ from lightning_memguard.core.foreign import reason_of
 from lightning_memguard.core.isolation.pool import Children, StoppedError, in_child, is_forked, tell
 from lightning_memguard.core.kernels import onednn
 from lightning_memguard.core.simulation import compiled, quantized
+from lightning_memguard.core.simulation.constants import Luck
 from lightning_memguard.core.simulation.driver import NEEDS_GPU, leave_driver_alone
 from lightning_memguard.core.simulation.fake import isolated_rng, run_on_one_thread, seed_all
 from lightning_memguard.core.simulation.faking import ValueNeededError
 from lightning_memguard.core.simulation.value_sizes import public_name
 from lightning_memguard.core.torch_port import DataDependentOutputException, DynamicOutputShapeException
 from lightning_memguard.core.trace.loading import with_loading
-from lightning_memguard.core.trace.trace import Answers, Method, Note, Shares, Trace
+from lightning_memguard.core.trace.trace import OF_VALUES, Answers, Method, Note, Shares, Trace
 from lightning_memguard.errors import CannotTraceError, MemGuardError
 
 T = TypeVar("T")
@@ -62,6 +63,7 @@ class Variant:
         answers: what the step reads of its tensors' values, if it runs compiled.
         saving: the share of what compiled graphs would save for the backward pass that they may; None: as set.
         any_shape: whether it is compiled for batches of any shape, as once others have come.
+        luck: which random numbers it draws, if it reads their values.
         room_bytes: of all tensors together, past which each request raises; None: only what no device could grant does.
     """
 
@@ -72,6 +74,7 @@ class Variant:
     saving: float | None = None
     any_shape: bool = False
     room_bytes: int | None = None
+    luck: Luck = ""
 
 
 FIRST = Variant()
@@ -393,20 +396,32 @@ def _captured(program: Program, batch_size: int, method: Method, variant: Varian
             return _of_few_layers(program, few, batch_size)
         except CannotTraceError:
             few.known = None
-    trace, counters = _recorded(program, batch_size, method, variant)
-    due = counters.due if trace.method != "cut" else None
+    if method != "answered":
+        return _with_later(program, batch_size, method, variant, later=later)
+    ran, recorder = _recorded(program, batch_size, "real", variant)
+    if ran.method == "cut":
+        return ran
+    variant = replace(variant, answers=recorder.reads.noted, shares=ran.shares, luck="")
+    trace = _with_later(program, batch_size, method, variant, later=later)
+    return replace(trace, seconds=ran.seconds + trace.seconds)
+
+
+def _with_later(program: Program, batch_size: int, method: Method, variant: Variant, *, later: bool) -> Trace:
+    """Capture a step; if it does more later and ``later`` is set, until then."""
+    trace, recorder = _recorded(program, batch_size, method, variant)
+    due = recorder.counters.due if trace.method != "cut" else None
     if due is None or not later or trace.seconds > _MOST_SECONDS_TO_GO_ON:
         return trace
     try:
-        longer, counters = _recorded(program, batch_size, method, variant, due)
+        longer, recorder = _recorded(program, batch_size, method, variant, due)
     except Exception as error:  # noqa: BLE001 - the user's code may raise anything at steps that are not yet its turn
         why = "it needs values" if _needs_value(error) else str(error)[:200] or type(error).__name__
         note = f"what else a step may do at {due.place} was not captured: {why}"
         return _with_note(trace, Note("values later", note) if _needs_value(error) else note)
-    if longer.method == "cut" or not counters.differ(longer):
+    if longer.method == "cut" or not recorder.counters.differ(longer):
         return trace
     longer = replace(longer, seconds=trace.seconds, recurs=True)
-    return _with_note(longer, f"the peak is at {due.place}") if counters.peaks_later(longer) else longer
+    return _with_note(longer, f"the peak is at {due.place}") if recorder.counters.peaks_later(longer) else longer
 
 
 def _of_few_layers(program: Program, few: FewLayers, batch_size: int) -> Trace:
@@ -419,8 +434,8 @@ def _of_few_layers(program: Program, few: FewLayers, batch_size: int) -> Trace:
 
     def with_layers(count: int) -> Trace:
         shallow = replace(program, model=few.models[DEPTHS.index(count)], few=None)  # type: ignore[type-var]
-        trace, counters = _recorded(shallow, batch_size, "fake", FIRST)
-        if counters.due is not None:
+        trace, recorder = _recorded(shallow, batch_size, "fake", FIRST)
+        if recorder.counters.due is not None:
             raise CannotTraceError("work recurs")
         return trace
 
@@ -434,7 +449,7 @@ def _of_few_layers(program: Program, few: FewLayers, batch_size: int) -> Trace:
 
 def _recorded(
     program: Program, batch_size: int, method: Method, variant: Variant, due: Due | None = None
-) -> tuple[Trace, Counters]:
+) -> tuple[Trace, Recorder]:
     """Record a step, and further ones if counters are due to be moved; a scripted step, in a second run.
 
     A request for more than the device has raises, as there; a step that does not catch it is recorded as if it did not.
@@ -451,7 +466,7 @@ def _recorded(
     if recorder.scripted and trace.method != "cut":
         recorder = _new_recorder(program, method, variant, due, refuses=not math.isinf(recorder.device_bytes))
         trace = run(recorder)
-    return trace, recorder.counters
+    return trace, recorder
 
 
 def _new_recorder(
@@ -460,12 +475,14 @@ def _new_recorder(
     where, gpu = device_to_run_on(program, fake=method != "real").type, program.gpu
     recorder = Recorder(
         where,
-        worst_case=method in ("worst-case", "sampled"),
+        worst_case=method in ("worst-case", "sampled", "valued", "answered"),
         kernel_target=gpu.kernel_target if gpu else None,
         compiled=method == "compiled",
         shares=variant.shares,
         due=due,
         answers=variant.answers,
+        seed=variant.number if method == "valued" else None,
+        luck=variant.luck,
     )
     if refuses and where == "cpu":
         recorder.device_bytes = host_bytes()
@@ -487,7 +504,10 @@ def _run(program: Program, batch_size: int, method: Method, variant: Variant, re
             epoch = variant.epoch and variant.epoch._replace(steps=program.steps_of_epoch(batch_size))
             try:
                 with compiled.saving(variant.saving), compiled.for_any_shape(active=variant.any_shape):
-                    program.of_draw(variant.number, epoch).run(recorder, batch_size, fake=method != "real")
+                    drawn = program.of_draw(variant.number, epoch)
+                    (drawn.with_values() if method in OF_VALUES else drawn).run(
+                        recorder, batch_size, fake=method != "real"
+                    )
             except StoppedError:
                 recorder.keep_activations()
                 return recorder.trace(batch_size, "cut")

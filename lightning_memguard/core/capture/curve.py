@@ -7,7 +7,7 @@ from dataclasses import astuple, dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
 
 from lightning_memguard.core.range import NOTHING, Range
-from lightning_memguard.core.replay.footprint import Footprint, Peak, footprint
+from lightning_memguard.core.replay.footprint import DoubtKind, Footprint, Peak, footprint
 from lightning_memguard.core.replay.learned import Learned
 from lightning_memguard.core.replay.seconds import Speed, Timing
 from lightning_memguard.core.replay.settings import AllocatorSettings
@@ -15,6 +15,7 @@ from lightning_memguard.core.trace.as_written import least_if_compiled, most_mor
 from lightning_memguard.core.trace.growth import Growth, extrapolate
 from lightning_memguard.core.trace.packed import PackedGrowth, PackedTraces
 from lightning_memguard.core.trace.trace import (
+    OF_VALUES,
     PARTIAL,
     SIGNED_SIZE,
     WORTH_A_NOTE,
@@ -305,6 +306,10 @@ class Curve:
             found = self._with_doubt(found)
         if self.stopped and self.is_of_one_draw:
             found = self._with_unknown_values(found)
+        elif self.is_of_one_draw and any(is_note(note, "computed numbers") for note in found.notes):
+            found = _from_half_to_twice(found, "values", "other values were not tried")
+        if self.method == "real" and found.device != "cpu":
+            found = _from_half_to_twice(found, "layouts", "kernels there may keep other tensors")
         if self.unfrozen:
             found = _with_later(found, self.footprint_of(self.unfrozen.trace_at(batch_size)))
         if self.as_written and not found.is_partial:
@@ -319,11 +324,14 @@ class Curve:
     def _of_variants_at(self, batch_size: int) -> Footprint:
         """The memory of the largest variant, or of the middle one of equally likely epochs; its range holds all."""
         found = [self.footprint_of(trace) for trace in self._traces_at(batch_size)]
-        most = max(found, key=lambda each: each.most_device_bytes)
+        by_luck = sum(bool(variant.luck) for variant in self.variants)
+        most = max(found[: -by_luck or None], key=lambda each: each.most_device_bytes)
         if batch_size in self.compiled:
             return self._with_uneven(_with_any_shape(most, found) if len(found) > 1 else most)
         if len(found) == 1:
             return most
+        if by_luck:
+            return _with_lucks(most, found)
         if any(variant.epoch for variant in self.variants):
             middle = sorted(found, key=lambda each: each.most_device_bytes)[len(found) // 2]
             return middle.doubted("epochs", *(end for each in found for end in (each.lowest, each.highest)))
@@ -378,11 +386,11 @@ class Curve:
     @property
     def is_of_one_draw(self) -> bool:
         """Whether the step was not compared among batches of other values."""
-        return self.method in ("worst-case", "real") and not self.variants
+        return self.method in ("worst-case", *OF_VALUES) and not self.variants
 
     def _with_unknown_values(self, found: Footprint) -> Footprint:
         """Widen a footprint by what other values may change, since no capture has shown how much that is."""
-        if self.method == "real":
+        if self.method in OF_VALUES:
             of_batch = _beyond_states(found, found.peak_allocated_bytes)
             other, most = found.highest.plus(of_batch), "as if what belongs to the batch took twice as much"
         else:
@@ -412,6 +420,13 @@ class Curve:
 def _beyond_states(found: Footprint, allocated_bytes: int) -> int:
     """Bytes of a peak that are neither the model's nor its optimizer's."""
     return max(0, allocated_bytes - sum(found.parts[part] for part in _STATIC))
+
+
+def _from_half_to_twice(found: Footprint, kind: DoubtKind, why: str) -> Footprint:
+    """Widen a footprint by what nothing tells."""
+    of_batch = _beyond_states(found, found.peak_allocated_bytes)
+    ends = found.lowest.plus(-of_batch // 2), found.highest.plus(of_batch)
+    return found.doubted(kind, *ends, note=f"{why}: as if what belongs to the batch took from half to twice as much")
 
 
 def _with_range(most: Footprint, found: Sequence[Footprint], ceiling: Footprint | None) -> Footprint:
@@ -445,6 +460,14 @@ def _with_drawn(most: Footprint, found: Sequence[Footprint]) -> Footprint:
     seen = [format_bytes(each.peak_allocated_bytes) for each in (least, most)]
     note = f"the memory of a step depends on random numbers that it draws: {seen[0]} to {seen[1]} in those tried"
     return most.doubted("draws", least.lowest, most.highest.plus(beyond), note=note)
+
+
+def _with_lucks(most: Footprint, found: Sequence[Footprint]) -> Footprint:
+    """Return the largest of several, with a range down to and up to those of much luck."""
+    ends = [end for each in found for end in (each.lowest, each.highest)]
+    seen = [format_bytes(of(each.peak_allocated_bytes for each in found)) for of in (min, max)]
+    note = f"the memory of a step depends on values that it reads, also of random numbers: {seen[0]} to {seen[1]}"
+    return most.doubted("draws", *ends, note=note if seen[0] != seen[1] else "")
 
 
 _BEYOND = 4  # captures under 8 seeds draw 16 times, and the largest of a few sizes is among them or close

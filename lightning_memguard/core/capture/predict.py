@@ -41,7 +41,7 @@ from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.core.simulation.compiled_cuda import timing_bytes
 from lightning_memguard.core.simulation.value_sizes import LEAST
 from lightning_memguard.core.trace.growth import Growth, extrapolate, grow
-from lightning_memguard.core.trace.trace import PARTIAL, WORTH_A_NOTE, Method, Shapes, Trace
+from lightning_memguard.core.trace.trace import OF_VALUES, PARTIAL, RUN, WORTH_A_NOTE, Method, Shapes, Trace
 from lightning_memguard.errors import CannotTraceError
 
 # Powers of two, so that a step that divides its batch runs; above 2, so that batch norm and pairs do; small, since the
@@ -51,10 +51,11 @@ REAL_SIZES = (2, 4, 8)
 VARIANTS = tuple(map(Variant, range(4)))  # at each size
 _UNEVEN_DRAWS = range(1, 9)  # if the samples differ in size
 _SEEDS = tuple(map(Variant, range(1, 9)))  # if the step draws random numbers
+LUCKS = (Variant(luck="least"), Variant(luck="most"))  # if the step reads the values of random numbers
 _TELLING = 3  # of them tell whether sizes depend on them
 SHARED_VARIANTS = tuple(map(Variant, range(8)))  # at one small size; three of a slow step
 _SLOW_SECONDS = 1.0
-_WAYS: tuple[Method, ...] = ("fake", "worst-case", "real")
+_WAYS: tuple[Method, ...] = ("fake", "worst-case")
 _CHECKED = 3  # sizes that check how a step grows
 _CLEARLY = 1.01  # times as much as real batches take: such a worst case is not predicted
 _MOST_SECONDS = 20.0  # for a real run, as far as that is known beforehand
@@ -131,14 +132,14 @@ class Surveyor:
             curve = replace(curve, unfrozen=Surveyor(unfrozen).extend(later, batch_size))
         if curve.knows(batch_size) or batch_size in curve.gaps:
             return curve
-        if curve.method == "real" and not _may_run(curve, batch_size):
+        if curve.method in RUN and not _may_run(curve, batch_size):
             why = "the step was not run: it would take too long, or too much"
             return self._with_gap(curve, batch_size, Gap("not run", why))
         try:
             return curve.with_captured(batch_size, self._captured(curve, batch_size))
         except CaptureFailedError as error:
             is_late = isinstance(error, OutOfTimeError)
-            if not curve.captured or not (curve.scalable or curve.method == "real" or is_late):
+            if not curve.captured or not (curve.scalable or curve.method in RUN or is_late):
                 raise
             gap = Gap("not run" if error.out_of_memory else "failed", _reason(curve.method, error))
             return self._with_gap(curve, batch_size, Gap("late", str(error)) if is_late else gap)
@@ -167,15 +168,16 @@ class Surveyor:
         """
         if curve.compiles and batch_size not in curve.compiled:
             return self._with_compiled(curve, batch_size)
-        gap, is_real = curve.gaps.get(batch_size), curve.method == "real"
+        gap, is_real = curve.gaps.get(batch_size), curve.method in OF_VALUES
         if gap and gap.kind == "failed":
             raise StepFailsError(f"at batch size {batch_size} {gap.why}")
         is_known = curve.growth is None or batch_size in curve.captured or batch_size in curve.compiled
-        cannot_run = is_real and not (self.program.is_real_at(batch_size) and _may_run(curve, batch_size))
+        may_run = curve.method not in RUN or _may_run(curve, batch_size)
+        cannot_run = is_real and not (self.program.is_real_at(batch_size) and may_run)
         if curve.growth is None or is_known or cannot_run:
             return curve
         try:
-            (proof,) = self._captured(curve, batch_size)
+            proof, *_ = self._captured(curve, batch_size)
         except OutOfTimeError as error:
             note = f"{error}: the step was not captured at batch size {batch_size}"
             return replace(curve, notes=(*curve.notes, note))
@@ -323,7 +325,7 @@ def predict_largest(program: Program, asked: int, terms: Terms, *, scalable: boo
 
 def _capture_to_compare(program: Program, batch_size: int, terms: Terms) -> Trace:
     """Capture a step, to compare its size with that of others: without memory, if that is possible."""
-    for method in _WAYS[:2]:
+    for method in _WAYS:
         with contextlib.suppress(CaptureFailedError):
             return capture(program, batch_size, method)
     return Surveyor(program).survey(batch_size, terms, scalable=False).trace_at(batch_size)
@@ -333,11 +335,9 @@ def _predicted(captures: Captures, program: Program, known: Curve, batch_size: i
     why_not = dict[str, str]()  # the same happens in several ways: it is reported once
     value_needed = True
     for method in _WAYS:
-        if method == "worst-case" and not value_needed:
+        if not value_needed:
             continue  # it would fail in the same way
         try:
-            if method == "real":
-                return _real(captures, program, replace(known, notes=tuple(why_not.values())), batch_size)
             traces, growth = _traces_and_growth(captures, program, batch_size, method, known.scalable)
         except OutOfTimeError as error:
             return _stopped(captures, program, known, batch_size, method, [*why_not.values(), str(error)])
@@ -347,20 +347,56 @@ def _predicted(captures: Captures, program: Program, known: Curve, batch_size: i
             why_not[str(error)] = _reason(method, error)
             value_needed = isinstance(error, CaptureFailedError) and error.value_needed
         else:
-            found = _from(known, method, traces, growth)
-            found = replace(found, scalable=known.scalable and (growth is not None or len(traces) > 1))
+            found = _from_some(known, method, traces, growth)
             if traces[0].has_note("values later") and device_to_run_on(program, fake=False).type == program.device.type:
                 with contextlib.suppress(CannotTraceError):
-                    return _real(captures, program, known, batch_size)
+                    return _real(captures, program, known, batch_size, "real")
             found = _uneven(program, found, batch_size) or _drawn(captures, program, found)
             if method == "worst-case":
                 return _sampled(captures, program, found, batch_size) or _with_least(captures, program, found)
             return found
+    found_by = _by_values(captures, program, known, batch_size, why_not) if value_needed and program.gpu else None
+    return found_by or _for_real(captures, program, known, batch_size, why_not)
+
+
+def _for_real(captures: Captures, program: Program, known: Curve, batch_size: int, why_not: dict[str, str]) -> Curve:
+    """Predict from real runs; if there are none, the states alone."""
+    try:
+        return _real(captures, program, replace(known, notes=tuple(why_not.values())), batch_size, "real")
+    except OutOfTimeError as error:
+        return _stopped(captures, program, known, batch_size, "real", [*why_not.values(), str(error)])
+    except CannotTraceError as error:
+        why_not[str(error)] = _reason("real", error)
     try:
         states = capture(program, batch_size, "states")
     except CaptureFailedError as error:
         raise CannotTraceError("; ".join([*why_not.values(), _reason("states", error)])) from error
     return replace(known, scalable=False, notes=tuple(why_not.values()), captured={batch_size: (states,)})
+
+
+def _by_values(
+    captures: Captures, program: Program, known: Curve, batch_size: int, why_not: dict[str, str]
+) -> Curve | None:
+    """Predict a step that reads values for a GPU, of which a real run on the CPU would tell other layouts.
+
+    None if it fails all the same; ``why_not`` then has the reasons.
+    """
+    most: Curve | None = None
+    for method in ("valued", "answered"):
+        try:
+            if method == "answered":
+                return _real(captures, program, known, batch_size, method)
+            traces, growth = _traces_and_growth(captures, program, batch_size, method, known.scalable)
+        except OutOfTimeError as error:  # noqa: PERF203 - there are two
+            if most is None:
+                return _stopped(captures, program, known, batch_size, method, [*why_not.values(), str(error)])
+        except CannotTraceError as error:
+            why_not[str(error)] = _reason(method, error)
+        else:
+            most = _valued(captures, program, _from_some(known, method, traces, growth), batch_size)
+            if not traces[0].has_note("largest result"):
+                return most
+    return most and _with_least(captures, program, most)
 
 
 def _stopped(
@@ -395,6 +431,11 @@ def _stopped(
     return replace(_from(known, method, traces, growth), notes=notes, stopped=reasons[-1])
 
 
+def _from_some(known: Curve, method: Method, traces: Sequence[Trace], growth: Growth | None) -> Curve:
+    found = _from(known, method, traces, growth)
+    return replace(found, scalable=known.scalable and (growth is not None or len(traces) > 1))
+
+
 def _from(known: Curve, method: Method, traces: Sequence[Trace], growth: Growth | None) -> Curve:
     captured = {trace.batch_size: (trace,) for trace in traces}
     proofs = {trace.batch_size: Proof(trace.batch, trace.seconds) for trace in traces}
@@ -404,54 +445,57 @@ def _from(known: Curve, method: Method, traces: Sequence[Trace], growth: Growth 
 # -- on real batches
 
 
-def _real(captures: Captures, program: Program, known: Curve, batch_size: int) -> Curve:
+def _real(captures: Captures, program: Program, known: Curve, batch_size: int, method: Method) -> Curve:
     """Predict from real runs at small sizes and at the requested one; if these do not agree, by a run at each size.
+
+    ``method`` is one of `RUN`.
 
     Raises:
         CaptureFailedError: the step raised at the small sizes and at the requested one.
     """
-    variants = VARIANTS[1:3]
+    variants, lucks = VARIANTS[1:3], LUCKS if method == "answered" else ()
     between = list[int]()  # sizes that are captured last, if the others agree
     try:
         smallest, *larger = _small_sizes(program)
-        traces = [capture(program, smallest, "real")]
+        traces = [capture(program, smallest, method)]
         seconds = traces[0].seconds
         if program.is_real_at(batch_size) and _could_run(traces, batch_size):
-            _own_first(captures, program, batch_size, "real")
+            _own_first(captures, program, batch_size, method)
         if 2 * seconds > _TOO_SLOW_SECONDS:
             larger, variants = [], VARIANTS[1:2] if seconds < _TOO_SLOW_SECONDS else ()
         elif seconds * larger[-1] > _MOST_SECONDS * smallest:
             larger, variants = larger[:1], VARIANTS[1:2]
         *between, largest = larger or [smallest]
-        traces += _all_captured(captures, program, [largest] if larger else [], "real")
+        traces += _all_captured(captures, program, [largest] if larger else [], method)
     except CaptureFailedError as error:
         if isinstance(error, OutOfTimeError) or not program.is_real_at(batch_size):
             raise
-        traces, between = _all_captured(captures, program, [batch_size], "real"), []
-    size, again = traces[-1].batch_size, list[Trace]()
+        traces, between = _all_captured(captures, program, [batch_size], method), []
+    size, again, variants = traces[-1].batch_size, list[Trace](), (*variants, *lucks)
     for variant in variants:
-        captures.start(program, size, "real", variant)
+        captures.start(program, size, method, variant)
     for variant in variants:
         with contextlib.suppress(CaptureFailedError):
-            again.append(capture(program, size, "real", variant))
-    found = _from(known, "real", traces, None)
+            again.append(capture(program, size, method, variant))
+    found = _from(known, method, traces, None)
     found = replace(found, scalable=known.scalable and (len(traces) > 1 or program.is_real_at(2 * batch_size)))
     if any(trace.events != traces[-1].events for trace in again):
-        found = found.with_captured(size, _traces_of(captures, program, size, "real", VARIANTS))
-        return replace(found, variants=VARIANTS)
+        variants = (*VARIANTS, *lucks)
+        found = found.with_captured(size, _traces_of(captures, program, size, method, variants))
+        return replace(found, variants=variants)
     with contextlib.suppress(CaptureFailedError):
-        traces += _all_captured(captures, program, between, "real")
+        traces += _all_captured(captures, program, between, method)
     if batch_size not in found.captured and program.is_real_at(batch_size) and _could_run(traces, batch_size):
         with contextlib.suppress(CaptureFailedError):
-            traces = [*traces, capture(program, batch_size, "real")]
+            traces = [*traces, capture(program, batch_size, method)]
     try:
         growth = grow(traces)
         if growth.degree == 2 and len(traces) < 4:  # any three sizes are on some square
-            traces = [*traces, capture(program, 2 * traces[-1].batch_size, "real")]
+            traces = [*traces, capture(program, 2 * traces[-1].batch_size, method)]
             growth = grow(traces)
     except CannotTraceError:
         growth = None
-    return replace(_from(found, "real", traces, growth), scalable=found.scalable)
+    return replace(_from(found, method, traces, growth), scalable=found.scalable)
 
 
 def _small_sizes(program: Program) -> tuple[int, ...]:
@@ -496,9 +540,9 @@ def _most_alive(trace: Trace) -> int:
 def _traces_of(
     captures: Captures, program: Program, batch_size: int, method: Method, variants: Sequence[Variant]
 ) -> tuple[Trace, ...]:
-    """The captures of these variants, the largest first."""
-    found = _all_captured(captures, program, [batch_size], method, variants)
-    return tuple(sorted(found, key=_most_alive, reverse=True))
+    """The captures of these variants, the largest first, and those of much luck last."""
+    found = zip(variants, _all_captured(captures, program, [batch_size], method, variants), strict=True)
+    return tuple(trace for _, trace in sorted(found, key=lambda pair: (bool(pair[0].luck), -_most_alive(pair[1]))))
 
 
 def _uneven(program: Program, known: Curve, batch_size: int) -> Curve | None:
@@ -546,6 +590,41 @@ def _drawn(captures: Captures, program: Program, known: Curve) -> Curve:
         note = f"the step draws random numbers, and what others change was not captured: {error}"
         return replace(known, notes=(*known.notes, note))
     return replace(_from(known, known.method, ends[1], most), drawn=(least,), variants=(pairs[-1][1],))
+
+
+def _valued(captures: Captures, program: Program, known: Curve, batch_size: int) -> Curve:
+    """Predict a step that reads values of its batch and of random numbers, others of which may change it.
+
+    Of those tried the one that takes the most is predicted, as an epoch draws far more often than captures do.
+    """
+    uneven = _uneven(program, known, batch_size) if known.growth else None
+    if uneven is not None:
+        return uneven
+    size, *others = known.growth.sizes[:3] if known.growth else (max(known.captured),)
+    first = known.captured[size][0]
+    try:
+        found = _all_captured(captures, program, [size], known.method, (*_SEEDS[:_TELLING], *LUCKS))
+        if all(trace.events == first.events for trace in found):
+            return known
+        if known.growth is not None:
+            with contextlib.suppress(CannotTraceError):
+                return _grown_by_luck(captures, program, known, [size, *others])
+        variants = *VARIANTS, *LUCKS
+        curve = replace(known, growth=None, captured={}, proofs={}, variants=variants)
+        return curve.with_captured(size, _traces_of(captures, program, size, known.method, variants))
+    except CannotTraceError as error:
+        note = f"the step reads values, and what others change was not captured: {error}"
+        return replace(known, notes=(*known.notes, note))
+
+
+def _grown_by_luck(captures: Captures, program: Program, known: Curve, sizes: Sequence[int]) -> Curve:
+    """Predict how a step grows under the seed of some that takes the most, and with the least and most luck."""
+    seeds = (FIRST, *_SEEDS)
+    found = _all_captured(captures, program, sizes[:1], known.method, seeds)
+    _, seed = max(zip(map(_most_alive, found), seeds, strict=True), key=lambda pair: pair[0])
+    traces, *ends = (_all_captured(captures, program, sizes, known.method, [variant]) for variant in (seed, *LUCKS))
+    curve = _from(known, known.method, traces, grow(traces))
+    return replace(curve, drawn=tuple(map(grow, ends)), variants=(seed, *LUCKS))
 
 
 def _weights(program: Program, known: Curve, batch_size: int, draws: Sequence[int]) -> tuple[float, float]:
@@ -603,7 +682,7 @@ def _with_least(captures: Captures, program: Program, worst: Curve) -> Curve:
     sizes, smallest = worst.growth.sizes if worst.growth else (), Variant(shares=LEAST)
     if any(trace.has_note("largest result") for trace in worst.surveyed.values()):
         with contextlib.suppress(CannotTraceError):  # it may fail without elements
-            return replace(worst, floor=grow(_all_captured(captures, program, sizes, "worst-case", [smallest])))
+            return replace(worst, floor=grow(_all_captured(captures, program, sizes, worst.method, [smallest])))
     return worst
 
 
@@ -692,6 +771,8 @@ def _reason(method: Method, error: CannotTraceError) -> str:
         "fake": "the step could not run on fake tensors",
         "worst-case": "the step could not run on fake tensors, even assuming the largest result of each operator",
         "sampled": "the step could not run on fake tensors as large as real ones",
+        "valued": "the step could not run on fake tensors that know the values of its batch",
+        "answered": "the step could not run on fake tensors that know what a real run reads",
         "real": "the step could not run on a copy",
         "states": "the optimizer could not run on a copy",
     }

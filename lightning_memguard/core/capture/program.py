@@ -18,12 +18,12 @@ from typing_extensions import Self, override
 
 from lightning_memguard.core import torch_port as port
 from lightning_memguard.core.batch.batches import Batches, Epoch
-from lightning_memguard.core.batch.nesting import batch_bytes, map_tensors, shapes_of, tensors_in
+from lightning_memguard.core.batch.nesting import batch_bytes, is_known, map_tensors, shapes_of, tensors_in
 from lightning_memguard.core.capture.leftovers import Leftovers
 from lightning_memguard.core.capture.recorder import Recorder, gradients_of, refuse_sparse, watching
 from lightning_memguard.core.gpus import Gpu
 from lightning_memguard.core.isolation.pool import in_child
-from lightning_memguard.core.simulation.constants import KnownFakeMode
+from lightning_memguard.core.simulation.constants import KnownFakeMode, give_value
 from lightning_memguard.core.simulation.fake import fake_copy, isolated_rng, pyro_params_of, real_copy
 from lightning_memguard.core.simulation.fake_cuda import FAKE_DEVICE, FakeCudaMode, simulated_cuda
 from lightning_memguard.core.simulation.faking import faking
@@ -183,6 +183,11 @@ class Program(ABC):
         """Return the program on other real batches, if there are others; with 0 on the first."""
         return self._with_families(lambda each: replace(each, draw=number, epoch=epoch)) if number else self
 
+    def with_values(self) -> Self:
+        """Return the program on fake batches that know the values of real ones, as far as these are known."""
+        known = all(is_known(tensor) for each in self.families for tensor in tensors_in(each.small))
+        return self._with_families(lambda each: replace(each, keep_value=give_value)) if known else self
+
     @functools.cached_property
     def kinds(self) -> tuple[Self, ...]:
         """The program on each kind of batch, if the data sets their sizes."""
@@ -326,7 +331,7 @@ class LoopProgram(Program):
         with self._group(), tensors(fake=fake, gpu=self.gpu) as mode:
             module_copy = self._module_copy(mode)
             optimizers = self._optimizers(module_copy) if self.training else []
-            recorder.counters.read(mode)
+            recorder.follow(mode)
             with pyro_params_of(module_copy, self.model), watching(recorder, module_copy):
                 self._begin(recorder, module_copy)
                 recorder.label_held_by(optimizers)

@@ -53,8 +53,8 @@ from lightning_memguard.core.simulation.backward import (
     masked,
     walking,
 )
-from lightning_memguard.core.simulation.compiled import NOTE, READS, Reads
-from lightning_memguard.core.simulation.constants import forget_written
+from lightning_memguard.core.simulation.compiled import NOTE, Reads
+from lightning_memguard.core.simulation.constants import Luck, forget_written
 from lightning_memguard.core.simulation.fake import Function
 from lightning_memguard.core.simulation.value_sizes import ValueSizes, assumption
 from lightning_memguard.core.torch_port import (
@@ -91,7 +91,9 @@ class Recorder(Storages, TorchDispatchMode):
         compiled: whether what the step compiles runs compiled, see `lightning_memguard.core.simulation.compiled`.
         shares: how large such results were in another run, in place of the largest.
         due: where counters are moved to after the steps, which then run on.
-        answers: what the step read as it ran as written, if it runs compiled.
+        answers: what the step read as it ran as written, if it runs compiled; or as it ran for real.
+        seed: of random numbers that fake tensors know.
+        luck: which random numbers are drawn.
     """
 
     def __init__(
@@ -104,10 +106,13 @@ class Recorder(Storages, TorchDispatchMode):
         shares: Shares = (),
         due: Due | None = None,
         answers: Answers = (),
+        seed: int | None = None,
+        luck: Luck = "",
     ) -> None:
         Storages.__init__(self, device_type)
         TorchDispatchMode.__init__(self)
         self.worst_case, self.compiled = worst_case, compiled
+        self._seed, self._luck = seed, luck
         self.counters = Counters(due, active=not compiled)
         self.assumptions: dict[str, None] = {}
         self._checks: dict[str, None] = {}  # lines
@@ -148,6 +153,12 @@ class Recorder(Storages, TorchDispatchMode):
         for optimizer in optimizers:
             self.label((p for group in optimizer.param_groups for p in group["params"]), "parameters")
         self.label(states_of(optimizers), "optimizer_state")
+
+    def follow(self, mode: object) -> None:
+        """Read counters in known values of the step's fake tensors, too, and have them know random numbers."""
+        self.counters.read(mode)
+        if isinstance(mode, constants.KnownFakeMode):
+            mode.seed, mode.luck = self._seed, self._luck
 
     def enter_node(self) -> None:
         """A node of the backward pass begins."""
@@ -239,6 +250,12 @@ class Recorder(Storages, TorchDispatchMode):
             where = line.rpartition(":")[0]
             self.assume(Note("refused", f"a request for {format_bytes(nbytes)} raises, and the step goes on: {where}"))
 
+    def note_answer(self, tensor: object, answer: object) -> None:
+        """Note a whole number of a tensor with unknown values that another run read: a size may depend on it."""
+        is_number = self.reads.are_given and not isinstance(answer, (bool, float, Tensor, type(None)))
+        if is_number and isinstance(tensor, FakeTensor) and constants.known_value(tensor) is None:
+            self.assume(_COMPUTED)
+
     def note_check(self) -> None:
         """Note that a check of values is assumed to find nothing wrong, if it is the user's own."""
         self._checks[line_that_checks()] = None
@@ -319,8 +336,10 @@ class Recorder(Storages, TorchDispatchMode):
             out = ran[0] if ran else self._fake_result(func, args, kwargs)
             if out is None and not ran:
                 out = self.reads.given(func, self.line)
+                self.note_answer(args[0] if args else None, out)
             if out is None and not (ran and not port.schema_of(func).returns):
-                out = func(*args, **kwargs)
+                lucky = self._luck and self._seed is None and constants.draws(func)
+                out = constants.by_luck(self._luck, func, *args, **kwargs) if lucky else func(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
             if not self.worst_case:
                 raise
@@ -474,6 +493,7 @@ class Recorder(Storages, TorchDispatchMode):
 
 
 _LISTED = 3  # lines of checks
+_COMPUTED = Note("computed numbers", "whole numbers that the step computes and reads are those of its first steps")
 
 _AUTOTUNED = (
     "max-autotune chooses kernels by their speed: predicted with those of the default mode, and at most with one more "
@@ -533,9 +553,8 @@ class _ModulePaths(TorchFunctionMode):
             with self:
                 _backward(*args, **(kwargs or {}))
             return None
-        elif func in READS:
-            read = functools.partial(call_with_overrides, func, args, kwargs or {})
-            out = self.recorder.reads.noting(func, self.recorder.line, read)
+        elif self.recorder.reads.follows(func, args):
+            out = self.read(func, args, functools.partial(call_with_overrides, func, args, kwargs or {}))
             return self.recorder.counters.read_out(out) if func is Tensor.item else out
         else:
             out = call_with_overrides(func, args, kwargs or {})
@@ -544,6 +563,12 @@ class _ModulePaths(TorchFunctionMode):
         else:
             for tensor in plain_tensors(out, inside=not one_rank.is_wrapped(out)):
                 self._follow(_node_of(tensor))
+        return out
+
+    def read(self, func: Function, args: Sequence[Any], read: Callable[[], object]) -> object:
+        """Read a value, or return what another run read."""
+        out = self.recorder.reads.noting(func, self.recorder.line, read)
+        self.recorder.note_answer(args[0], out)
         return out
 
     def _follow(self, node: Any) -> None:
@@ -586,6 +611,10 @@ def _node_of(tensor: Tensor) -> Any:
         return tensor.grad_fn
     except RuntimeError:
         return None
+
+
+def _listed(tensor: FakeTensor, paths: _ModulePaths, to_list: Callable[[FakeTensor], object]) -> object:
+    return paths.read(Tensor.tolist, [tensor], functools.partial(to_list, tensor))
 
 
 def _in_steady_order(rows: Sequence[Event]) -> Iterator[Event]:
@@ -648,11 +677,14 @@ def watching(recorder: Recorder, module: nn.Module) -> Iterator[None]:
             exits.enter_context(patched(constants, note_check=recorder.note_check))
             exits.enter_context(patched(torch, get_rng_state=_watched(recorder, torch.get_rng_state)))
             exits.enter_context(paths_mode)
+            if recorder.reads.are_given:  # this class makes lists without torch
+                to_list = functools.partialmethod(_listed, paths_mode, FakeTensor.tolist)
+                exits.enter_context(patched(FakeTensor, tolist=to_list))
             exits.enter_context(fast_paths.taken())
         exits.enter_context(recorder)
         before = fake.drawn_so_far()
         yield
-        recorder.draws = fake.drawn_so_far() != before
+        recorder.draws = recorder._seed is not None or fake.drawn_so_far() != before
 
 
 def _in_order_of_moving(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

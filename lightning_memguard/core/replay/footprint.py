@@ -65,6 +65,7 @@ DoubtKind = Literal[
     "unchecked",
     "compiled",
     "one draw",
+    "layouts",
     "later epochs",
     "other work",
     "workers",
@@ -82,9 +83,9 @@ class Doubt:
     ``values``: the batches drawn differ. ``epochs``: their largest batches do. ``shapes``: torch.compile compiles again
     for other shapes. ``draws``: the step draws sizes.
     ``least results``: how large results are. ``unchecked``: no capture has shown how the step grows to this size.
-    ``compiled``: nor what torch.compile makes of it. ``one draw``: no capture had other values. ``later epochs``: more
-    of the model may be trained. ``other work``: validation, or training, may have the peak instead. ``workers``: what
-    their processes take. ``measurements``: what runs like it have taken.
+    ``compiled``: nor what torch.compile makes of it. ``one draw``: no capture had other values. ``layouts``: the step
+    ran on the CPU. ``later epochs``: more of the model may be trained. ``other work``: validation, or training, may
+    have the peak instead. ``workers``: what their processes take. ``measurements``: what runs like it have taken.
     """
 
     kind: DoubtKind

@@ -11,6 +11,7 @@ has canary tests for them.
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib.util
 import io
 import operator
@@ -20,7 +21,7 @@ import types
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -33,7 +34,8 @@ from lightning_memguard.core.gpus import Gpu
 from lightning_memguard.core.isolation.pool import beat
 from lightning_memguard.core.simulation import compiled_cuda, fake_cuda
 from lightning_memguard.core.simulation.backward import release_saved
-from lightning_memguard.core.torch_port import OpOverload
+from lightning_memguard.core.simulation.constants import MOST_ELEMENTS
+from lightning_memguard.core.torch_port import FakeTensor, OpOverload
 from lightning_memguard.core.trace.trace import Answers, Note
 
 T = TypeVar("T")
@@ -50,14 +52,15 @@ def noting(note: Callable[[str], object]) -> AbstractContextManager[None]:
 
 
 READS = (Tensor.item, Tensor.__float__, Tensor.__bool__, port.is_all_true())
-_READS = frozenset({_aten._local_scalar_dense.default, _aten.equal.default})
+READS_WHOLE = (Tensor.tolist, Tensor.numpy, Tensor.__array__)
+_READS = frozenset({_aten._local_scalar_dense.default, _aten.equal.default, _aten.allclose.default})
 
 
 class Reads:
     """Values that a step reads from its tensors, by line. Compiled, it reads the same, as no kernel computes anything.
 
     Args:
-        given: the answers of a run as written, which are handed out in their order.
+        given: the answers of a run as written, or of a real one, which are handed out in their order.
     """
 
     def __init__(self, given: Answers = ()) -> None:
@@ -66,13 +69,27 @@ class Reads:
         self._count = 0
 
     @property
+    def are_given(self) -> bool:
+        """Whether there was another run."""
+        return bool(self._given)
+
+    @property
     def noted(self) -> Answers:
         """Return the answers of each line."""
         return tuple((line, tuple(values)) for line, values in self._noted.items())
 
+    def follows(self, func: object, args: Sequence[Any]) -> bool:
+        """Whether a function reads what is to be noted or answered."""
+        if func not in READS_WHOLE:
+            return func in READS
+        return self.are_given or (type(args[0]) is not FakeTensor and args[0].numel() <= MOST_ELEMENTS)
+
     def given(self, func: OpOverload, line: Callable[[], str]) -> float | None:
         """Return the answer of the other run; of the last that the line read, if it read less often."""
-        known = self._given.get(_place(line), []) if self._given and func in _READS else []
+        return self._next(_place(line)) if self._given and func in _READS else None
+
+    def _next(self, place: str) -> Any:
+        known = self._given.get(place, [])
         return known.pop(0) if len(known) > 1 else next(iter(known), None)
 
     def note(self, func: object, line: Callable[[], str], answer: Any) -> None:
@@ -80,13 +97,25 @@ class Reads:
         if func in _READS or func in READS:
             self._count += 1
             self._noted[_place(line)].append(float(answer) if isinstance(answer, float) else answer)
+        elif func in READS_WHOLE:
+            self._noted[_place_of(func, line)].append(copy.deepcopy(answer))
 
     def noting(self, func: object, line: Callable[[], str], read: Callable[[], T]) -> T:
-        """Read, and note the answer if no operator was asked for it."""
+        """Read, and note the answer if no operator was asked for it; or return that of the other run."""
+        given = self._next(_place_of(func, line)) if self._given else None
+        if given is not None:
+            return cast("T", _KINDS.get(func, copy.copy)(given))
         count, answer = self._count, read()
         if count == self._count and not isinstance(answer, Tensor):
             self.note(func, line, answer)
         return answer
+
+
+_KINDS: dict[object, Callable[[Any], Any]] = {Tensor.__bool__: bool, Tensor.__float__: float}
+
+
+def _place_of(func: object, line: Callable[[], str]) -> str:
+    return f"{_place(line)} {READS_WHOLE.index(func)}" if func in READS_WHOLE else _place(line)
 
 
 def _place(line: Callable[[], str]) -> str:

@@ -12,7 +12,7 @@ import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +25,8 @@ from lightning_memguard.core.simulation.repeated import RepeatingFakeMode
 from lightning_memguard.core.torch_port import DisableTorchFunction, FakeTensor, OpOverload, no_dispatch, tree_map
 
 T = TypeVar("T")
+Luck = Literal["", "least", "most"]
+"""Random numbers as they come, or the least or the most that a step may see."""
 
 MOST_ELEMENTS = 2**22  # that one operator reads and makes: a mask of 2,000 x 2,000
 MOST_BYTES = 2**27  # of all values at a time
@@ -73,6 +75,9 @@ class KnownFakeMode(RepeatingFakeMode):
         self._values: dict[int, _Value] = {}  # by address of the fake storage
         self._held_bytes = 0
         self._overwritten: dict[int, torch.UntypedStorage] = {}  # real ones, whose fake copies were written to
+        self.seed: int | None = None  # of random numbers whose values are known, too
+        self.luck: Luck = ""
+        self._draws = 0
         self.answers: list[bool] = []  # to questions about unknown values, the next one last
         self._no_numbers: Any = WeakTensorKeyDictionary()  # where a tensor is NaN or infinite
         self.compared: Callable[..., None] | None = None  # called with what single known values are compared with
@@ -87,14 +92,16 @@ class KnownFakeMode(RepeatingFakeMode):
     ) -> Any:
         """Run an operator, and compute its result if all that it reads is known."""
         kwargs = kwargs or {}
-        kind = _kind(func)
+        is_drawn = self.seed is not None and draws(func)
+        kind = _kind_of_draw(func, args) if is_drawn else _kind(func)
         if kind is _Effect.VIEWS and type(args[0]) is not Tensor:
             kind = _Effect.NOTHING
         if kind is _Effect.NOTHING:
             return self.run(func, types, args, kwargs)
         if kind is _Effect.MAKES:
             out = self.run(func, types, args, kwargs)
-            self._keep_maker(out, _maker(func, args, kwargs))
+            maker = _maker(func, args, kwargs)
+            self._keep_maker(out, self._seeded(maker) if is_drawn else maker)
             return out
         if kind is _Effect.SIZES:
             args = self._with_known_masks(func, args)
@@ -253,7 +260,8 @@ class KnownFakeMode(RepeatingFakeMode):
         try:
             for tensor in written:
                 self._own(tensor)
-            real = _compute(func, *self._on_cpu(args), **self._on_cpu(kwargs))
+            operation = self._seeded(func) if self.seed is not None and draws(func) else func
+            real = _compute(operation, *self._on_cpu(args), **self._on_cpu(kwargs))
         except Exception:  # noqa: BLE001 - such as a kernel that the CPU lacks for a dtype
             for tensor in written:
                 self.forget(tensor)
@@ -271,6 +279,21 @@ class KnownFakeMode(RepeatingFakeMode):
                 if value.numel() <= MOST_ELEMENTS and fake.shape == value.shape:
                     _compute(self._keep, fake, value, owned=kind is not _Effect.VIEWS)
         return out
+
+    def _seeded(self, draw: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what draws the same numbers each time, whatever else was drawn: sizes that differ draw alike."""
+        self._draws += 1
+        number = (self.seed or 0) * _MOST_DRAWS + self._draws
+
+        def seeded(*args: object, **kwargs: object) -> Any:
+            state = torch.default_generator.get_state()
+            torch.default_generator.manual_seed(number)
+            try:
+                return by_luck(self.luck, draw, *args, **_without_generators(kwargs))
+            finally:
+                torch.default_generator.set_state(state)
+
+        return seeded
 
     def _own(self, tensor: Tensor) -> None:
         """Give a tensor that is written to a value of its own."""
@@ -327,6 +350,13 @@ def known_value(tensor: Tensor) -> Tensor | None:
     return mode.value_of(tensor) if isinstance(mode, KnownFakeMode) else None
 
 
+def give_value(fake: Tensor, real: Tensor) -> None:
+    """Let a fake tensor have the values of a real one of its shape."""
+    mode = getattr(fake, "fake_mode", None)
+    if isinstance(mode, KnownFakeMode):
+        _compute(mode.set_value, fake, real)
+
+
 def suppose(fake: FakeTensor, change: Callable[[Tensor], object]) -> None:
     """Let a fake tensor have the values of one that was full of ones before a change."""
     if isinstance(fake.fake_mode, KnownFakeMode) and fake.numel() <= MOST_ELEMENTS:
@@ -381,6 +411,10 @@ def _maker(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
         return lambda empty: empty.fill_(filled)
     no_tensors = tree_map(lambda leaf: torch.device("cpu") if isinstance(leaf, torch.device) else leaf, dict(kwargs))
     no_tensors |= {"pin_memory": False} if "pin_memory" in no_tensors else {}
+    no_tensors = _without_generators(no_tensors)
+    if any(True for _ in operands(args[:1])):  # random numbers in its shape
+        rest = args[1:]
+        return lambda empty: empty.copy_(func(empty, *rest, **no_tensors))
     return lambda empty: empty.copy_(func(*args, **no_tensors))
 
 
@@ -395,7 +429,7 @@ _DIVISIONS = frozenset({_aten.remainder.Scalar, _aten.fmod.Scalar, _aten.floor_d
 _COMPARISONS = _DIVISIONS | {getattr(_aten, name).Scalar for name in ("eq", "ne", "lt", "le", "gt", "ge")}
 _OVERWRITES = _FILLS | {_aten.copy_.default, _aten.fill_.Tensor}
 _SPECIAL: dict[OpOverload, _Effect] = {
-    **dict.fromkeys((_aten._local_scalar_dense.default, _aten.equal.default), _Effect.ASKS),
+    **dict.fromkeys((_aten._local_scalar_dense.default, _aten.equal.default, _aten.allclose.default), _Effect.ASKS),
     **dict.fromkeys((_aten.lift_fresh.default, _aten.lift.default), _Effect.VIEWS),
 } | {
     getattr(packet, overload): _Effect.SIZES
@@ -410,6 +444,42 @@ _WRITES_UNSAID = frozenset(
     getattr(_aten, name).default
     for name in ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "batch_norm_update_stats")
 )
+
+
+def _without_generators(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: None if isinstance(value, torch.Generator) else value for name, value in kwargs.items()}
+
+
+_MOST_DRAWS = 1 << 20  # of one seed
+
+
+def by_luck(luck: Luck, draw: Callable[..., Any], *args: object, **kwargs: object) -> Any:
+    """Draw random numbers; if ``luck`` says so, the least or most of many draws, as a step that draws few may see."""
+    out = draw(*args, **kwargs)
+    if not luck or not isinstance(out, Tensor) or out.is_complex() or not 0 < out.numel() <= _MOST_BY_LUCK:
+        return out
+    drawn = torch.stack([out.clone(), *(draw(*args, **kwargs).clone() for _ in range(_TIMES))])
+    return out.copy_(drawn.amin(0) if luck == "least" else drawn.amax(0))
+
+
+_MOST_BY_LUCK = 1 << 10  # elements: more are never all so lucky
+_TIMES = 255
+
+
+@functools.cache
+def draws(func: object) -> bool:
+    """Whether an operator draws random numbers."""
+    if not isinstance(func, OpOverload) or func.namespace != "aten":
+        return False
+    return torch.Tag.nondeterministic_seeded in func.tags or func.overloadpacket is _aten.random_
+
+
+def _kind_of_draw(func: OpOverload, args: Sequence[Any]) -> _Effect:
+    tensors = [*operands(args)]
+    if port.schema_of(func).is_mutable:
+        return _Effect.MAKES if len(tensors) == 1 and _covers_its_storage(args[0]) else _Effect.SPOILS
+    is_like = len(tensors) == 1 and port.packet_name(func).endswith("_like")
+    return _Effect.MAKES if is_like or not tensors else _Effect.COMPUTES
 
 
 @functools.cache

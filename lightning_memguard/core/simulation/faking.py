@@ -298,13 +298,20 @@ def call(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> objec
             valid = _valid_answer() if func is torch.Tensor.__bool__ else True
             answer = func(*args, **kwargs) if valid is None or func is _IS_ALL_TRUE else None
             return answer if valid is None else valid
-        if func in _READS_ARRAY and (value := known_value(args[0])) is not None:
+        if func in _COMPARES and any(known_value(each) is None for each in args[:2] if isinstance(each, Tensor)):
+            valid = _valid_answer()
+            return func(*args, **kwargs) if valid is None else valid
+        if func in _READS_ARRAY:
+            value = known_value(args[0])
+            if value is None:
+                raise ValueNeededError("NumPy needs the values of a tensor, which only a real run can give.")
             return func(value, *args[1:], **kwargs)
     return func(*args, **kwargs)
 
 
 _IS_ALL_TRUE = port.is_all_true()
 _ASKS_WHETHER = (torch.Tensor.__bool__, _IS_ALL_TRUE)
+_COMPARES = (torch.equal, torch.allclose, torch.Tensor.equal, torch.Tensor.allclose)
 _READS_FLOAT = (torch.Tensor.item, torch.Tensor.__float__)
 _READS_ARRAY = (torch.Tensor.numpy, torch.Tensor.__array__)
 

@@ -6,6 +6,8 @@ larger one, on any device. Without a real run it keeps everything.
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -14,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_memguard.core.foreign import aten as _aten
+from lightning_memguard.core.kernels.arguments import operands
 from lightning_memguard.core.simulation.faking import ValueNeededError
 from lightning_memguard.core.torch_port import OpOverload, unset_fake_temporarily
 from lightning_memguard.core.trace.trace import Note, Share, Shares
@@ -41,9 +44,12 @@ class ValueSizes:
 
     def note(self, func: OpOverload, line: Callable[[], str], args: Sequence[Any], out: object) -> None:
         """Note how large a real result is."""
-        rule = _RULES.get(func)
-        if rule is not None and rule.share_of is not None:
-            self._noted[str(func), line()].append(rule.share_of(args, out))
+        if not _is_sized(func):
+            return
+        key = str(func), line()
+        self._asked[key] += 1
+        share_of = _RULES[func].share_of if func in _RULES else None
+        self._noted[key].append(share_of(args, out) if share_of else _sizes_of(out))
 
     def result(self, func: OpOverload, line: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         """A fake result as large as that of the same call of the other run; else of the largest of its calls.
@@ -65,6 +71,8 @@ def result_of(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], s
     Raises:
         ValueNeededError: no such bound is known, or the step asks for the value itself.
     """
+    if share is not None and not share[1]:
+        return _of_sizes(share, func, args)
     if func not in _RULES:
         raise ValueNeededError(f"{public_name(func)} needs the values of its input, which only a real run can give.")
     return _RULES[func].result(share, *args, **kwargs)
@@ -99,6 +107,34 @@ def _kept(share: Share | None, size: int, place: int = 0) -> int:
     if share is None or place >= len(share[0]):
         return size
     return min(size, -(-share[0][place] * size // max(1, share[1])))
+
+
+@functools.cache
+def _is_sized(func: OpOverload) -> bool:
+    """Whether the values that an operator reads say how large its result is."""
+    return func in _RULES or torch.Tag.dynamic_output_shape in func.tags
+
+
+_NEXT = -1  # between the sizes of results
+
+
+def _sizes_of(out: object) -> Share:
+    """The sizes of a result that no rule follows: they hold for the very same values, and are a share of nothing."""
+    sizes = [(*each.shape, _NEXT) for each in operands(out)]
+    return tuple(itertools.chain.from_iterable(sizes)), 0
+
+
+def _of_sizes(share: Share, func: OpOverload, args: Sequence[Any]) -> object:
+    """Results of these sizes; all but the first are indices and counts."""
+    shapes: list[list[int]] = [[]]
+    for size in share[0]:
+        if size == _NEXT:
+            shapes.append([])
+        else:
+            shapes[-1].append(size)
+    kinds = [torch.long if func is _aten.bincount.default else args[0].dtype, *[torch.long] * len(shapes)]
+    made = [args[0].new_empty(shape, dtype=kind) for shape, kind in zip(shapes[:-1], kinds, strict=False)]
+    return tuple(made) if len(made) > 1 else made[0]
 
 
 def _is_mask(index: Tensor | None) -> bool:

@@ -19,18 +19,26 @@ from lightning_memguard.units import MIB
 
 Action = Literal["alloc", "free"]
 
-Method = Literal["compiled", "fake", "worst-case", "sampled", "real", "cut", "states"]
+Method = Literal["compiled", "fake", "worst-case", "sampled", "valued", "answered", "real", "cut", "states"]
 """How a trace was obtained, best first.
 
 ``compiled``: the step ran on fake tensors as torch.compile compiles it. ``fake``: the step ran on fake tensors, all of
 it as written. ``worst-case``: the same, and an operator whose result depends on values was given its largest result.
-``sampled``: the same, and such an operator was given a result as large as real batches had. ``real``: the step ran on
-real batches, on a copy. ``cut``: the step was stopped as time was up; it takes at least what was recorded. ``states``:
-no step could be run; only parameters, buffers, gradients and optimizer state are known.
+``sampled``: the same, and such an operator was given a result as large as real batches had. ``valued``: the step ran on
+fake tensors, and values of a real batch and of random numbers were known. ``answered``: the same, and what the step
+reads of other values was read in a real run of it on the CPU. ``real``: the step ran on real batches, on a copy.
+``cut``: the step was stopped as time was up; it takes at least what was recorded. ``states``: no step could be run;
+only parameters, buffers, gradients and optimizer state are known.
 """
 
 PARTIAL: tuple[Method, ...] = ("cut", "states")
 """Methods that tell only part of what a step takes."""
+
+OF_VALUES: tuple[Method, ...] = ("valued", "answered", "real")
+"""Methods by which a step reads the values of a batch."""
+
+RUN: tuple[Method, ...] = ("answered", "real")
+"""Methods that run the step for real."""
 
 PARTS = ("parameters", "buffers", "gradients", "optimizer_state", "activations", "batch", "temporaries", "workspaces")
 """Purposes of a block of memory. ``workspaces`` is scratch that a kernel allocates and frees inside one operator."""
@@ -52,9 +60,10 @@ Shares = tuple[tuple[tuple[str, str], tuple[Share, ...]], ...]
 Answers = tuple[tuple[str, tuple[float, ...]], ...]
 """Values that a run read from its tensors (`.item()`, `if tensor:`), by line, in order."""
 
-NoteKind = Literal["uncompiled", "largest result", "values later", "no validation", "refused"]
+NoteKind = Literal["uncompiled", "largest result", "values later", "computed numbers", "no validation", "refused"]
 """Which assumption it is, where code asks: the step calls torch.compile and is predicted as written; an operator was
-given its largest result; a later step was not captured, as it needs values; validation is not in the prediction; the
+given its largest result; a later step was not captured, as it needs values; the step reads whole numbers that it
+computes, perhaps sizes; validation is not in the prediction; the
 device refuses a request of the step, which catches the error."""
 
 

@@ -197,7 +197,7 @@ class LightningProgram(LightningStep):
         ):
             if mode is None:
                 refuse_meta(self.module)
-            recorder.counters.read(mode)
+            recorder.follow(mode)
             device = device_to_run_on(self, fake=fake)
             on_host = self.layout is not None and self.layout.begins_on_host
             module_copy = self._copy_module(mode, torch.device("cpu") if on_host else device, batch_size)

@@ -33,6 +33,8 @@ _OTHERWISE: dict[Method, str] = {  # why the step with a remedy cannot be compar
     "fake": "only with it, the step runs on fake tensors",
     "worst-case": "with it, only the largest size possible is known",
     "sampled": "only with it, real batches take less than the largest size possible",
+    "valued": "with it, the step depends on values",
+    "answered": "with it, the step depends on values that it computes",
     "real": "with it, the step runs on real tensors only",
     "states": "with it, the step does not run on a copy",
 }

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from lightning_memguard.core.replay.seconds import Speed, Timing
-from lightning_memguard.core.trace.trace import Trace
+from lightning_memguard.core.trace.trace import RUN, Trace
 from lightning_memguard.core.trace.work import WorkAt, groups_of
 from lightning_memguard.training.data.loaders import batches_taken
 from lightning_memguard.training.facts.lightning_types import is_a
@@ -49,7 +49,7 @@ def _step_seconds(traces: Sequence[Trace], batch_size: int, speed: Speed | None)
         known = Timing(WorkAt(groups_of(works), sizes, batch_size), lambda: speed).step
         if known:
             return known.likely
-    return last[sizes[-1]].seconds * batch_size / sizes[-1] if traces[-1].method == "real" else None
+    return last[sizes[-1]].seconds * batch_size / sizes[-1] if traces[-1].method in RUN else None
 
 
 def batches_of(run: Run, batch_size: int, more: float = 0.0) -> float:

@@ -15,6 +15,7 @@ from lightning_memguard.core.device.malloc import trim_heap
 from lightning_memguard.core.device.process import LESS
 from lightning_memguard.core.range import NOTHING, Range
 from lightning_memguard.core.trace.kept import MOST_EPOCHS, MOST_STEPS, Kept, left_words, runs_out
+from lightning_memguard.core.trace.trace import OF_VALUES
 from lightning_memguard.errors import CannotTraceError, DoesNotFitError, MemGuardError
 from lightning_memguard.training.adapter import callbacks
 from lightning_memguard.training.data.loaders import batches_taken, divided
@@ -177,7 +178,7 @@ def _with_what_is_left(decision: Decision, profile: RunProfile) -> Decision:
 def _without_samples(profile: RunProfile) -> RunProfile:
     """Return the profile without the samples drawn; if another size may still be captured, their values stay."""
     known = profile.prediction
-    scales = known.growth is not None or known.method == "real"
+    scales = known.growth is not None or known.method in OF_VALUES
 
     def without_samples(program: LightningProgram) -> LightningProgram:
         if not scales:

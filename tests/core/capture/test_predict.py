@@ -9,6 +9,7 @@ import random
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from time import monotonic
 from typing import Any
 
@@ -584,10 +585,124 @@ def test_growth_on_a_gpu_that_is_not_there_is_a_capture(n):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 def test_a_step_that_has_to_run_for_real_runs_on_the_cpu_there_and_a_note_says_so():
-    prediction = predict(on_an_h200(needs_a_value), 16, CUDA)
+    prediction = predict(on_an_h200(runs_on_no_fake), 16, CUDA)
     found = prediction.footprint_at(100)
     assert (prediction.curve.method, found.device) == ("real", "cuda")
     assert "the step ran on the CPU, whose kernels may keep other tensors than the GPU's" in found.notes
+
+
+def runs_on_no_fake(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    if x.is_cuda:
+        raise ValueError("no kernel")
+    return plain(model, x)
+
+
+def test_the_range_of_a_step_that_ran_on_the_cpu_for_a_gpu_holds_other_layouts():
+    of_batch = {}
+    for step in (plain, runs_on_no_fake):
+        found = predict(on_an_h200(step), 16, CUDA).footprint_at(100)
+        states = sum(found.parts[part] for part in ("parameters", "optimizer_state"))
+        of_batch[step] = [peak.allocated_bytes - states for peak in (found.lowest, found.peak, found.highest)]
+    least, likely, most = of_batch[runs_on_no_fake]
+    assert least <= likely / 2
+    assert most >= 2 * likely
+    assert least < of_batch[plain][1] < most
+
+
+# Values that a step reads for a GPU
+
+
+def grown_if(is_grown: Callable[[torch.Tensor], Any]) -> Callable[[Any, Any], torch.Tensor]:
+    def step(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return plain(model, torch.cat([x, x]) if is_grown(x) else x)
+
+    return step
+
+
+@pytest.mark.parametrize(
+    "drawn",
+    [
+        lambda _: torch.rand(1) < 0.05,
+        lambda _: torch.rand(1) < 0.95,
+        lambda x: torch.rand((), device=x.device).item() > 0.5,
+        lambda x: x.new_empty(1).bernoulli_(0.5).bool().item(),
+        lambda x: torch.rand_like(x[0, 0]) > 0.5,
+        lambda _: torch.randint(0, 8, (1,)).tolist()[0] == 7,
+    ],
+)
+def test_a_branch_on_a_random_number_is_predicted_both_ways(drawn):
+    least, most = (predict(on_an_h200(grown_if(lambda _, grown=grown: grown)), 16, CUDA) for grown in (False, True))
+    prediction = predict(on_an_h200(grown_if(drawn)), 16, CUDA)
+    for size in (16, 1000):
+        found = prediction.footprint_at(size)
+        assert (prediction.curve.method, prediction.curve.growth is not None) == ("valued", True)
+        assert found.lowest.allocated_bytes == least.footprint_at(size).lowest.allocated_bytes
+        assert found.highest.allocated_bytes == most.footprint_at(size).highest.allocated_bytes
+
+
+def test_a_size_that_the_batch_says_is_known_on_a_gpu_that_is_not_there():
+    lengths = torch.tensor([1, 4, 2, 3] * 4)
+
+    def step(model: nn.Module, batch: Any) -> torch.Tensor:
+        x, lengths = batch
+        longest = lengths.max().item()
+        return model(x[:, :longest].repeat(1, 4 // longest)).sum()
+
+    batches = batches_from_one([torch.ones(16, 4), lengths])
+    prediction = predict(on_an_h200(step, batches=batches), 16, CUDA)
+    assert prediction.curve.method == "valued"
+    fixed = predict(on_an_h200(lambda m, batch: m(batch[0][:, :4].repeat(1, 1)).sum(), batches=batches), 16, CUDA)
+    for size in (16, 1000):
+        assert prediction.footprint_at(size).peak == fixed.footprint_at(size).peak
+
+
+@pytest.mark.parametrize(
+    "computed",
+    [
+        lambda z: z.sum().item() > 1e9,
+        lambda z: z.sum() > 1e9,
+        lambda z: max(z.sum(1).tolist()) > 1e9,
+        lambda z: z.detach().cpu().numpy().max() > 1e9,
+        lambda z: torch.equal(z, z + 1),
+        lambda z: torch.allclose(z, z + 1),
+    ],
+)
+def test_values_that_a_step_computes_are_read_in_a_real_run_and_the_layouts_are_the_gpus(computed):
+    def step_if(computed: Callable[[torch.Tensor], Any], model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        z = model(x)
+        return z.tanh().sum() if computed(z[:1]) else z.sum()
+
+    model = nn.Linear(4, 32, bias=False)  # of which fake tensors know no values
+    steps = partial(step_if, computed), partial(step_if, lambda _: False)
+    prediction, known = (predict(on_an_h200(each, model=model), 16, CUDA) for each in steps)
+    assert prediction.curve.method == "answered"
+    found, fixed = (each.footprint_at(1000).peak_allocated_bytes for each in (prediction, known))
+    assert found == pytest.approx(fixed, abs=4 * KIB)
+
+
+def test_sizes_that_a_step_computes_are_those_of_a_real_run_within_a_range():
+    def step(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        z = model(x)
+        counts = (z.detach()[:, 0] * 0 + 2).long()
+        many = z.repeat_interleave(counts, dim=0)
+        return many[: counts.sum().item()].tanh().sum()
+
+    def fixed(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return model(x).repeat_interleave(2, dim=0).tanh().sum()
+
+    model = nn.Linear(4, 32, bias=False)
+    prediction, fixed = (predict(on_an_h200(each, model=model), 16, CUDA) for each in (step, fixed))
+    found, known = prediction.footprint_at(16), fixed.footprint_at(16)
+    assert prediction.curve.method == "answered"
+    assert any("other values were not tried" in note for note in found.notes)
+    assert found.lowest.allocated_bytes < known.peak_allocated_bytes < found.highest.allocated_bytes
+
+
+def test_states_alone_are_made_on_a_gpu_that_is_not_there():
+    prediction = predict(on_an_h200(raises, optimizer=torch.optim.Adam), 16, CUDA)
+    assert prediction.curve.method == "states"
+    parts = prediction.footprint_at(16).parts
+    assert (parts["parameters"], parts["optimizer_state"]) == (512, 1024)
 
 
 def test_a_step_that_runs_otherwise_at_each_small_size_for_real_runs_at_the_size_asked_for(script):

@@ -115,6 +115,29 @@ def test_a_tensor_that_is_asked_for_its_shape_alone_is_not_kept(mode):
     assert known_value(zeros).tolist() == [0, 0, 0]
 
 
+def test_random_numbers_are_known_if_they_have_a_seed_whatever_else_is_drawn(mode):
+    mode.seed = 1
+    state = torch.default_generator.get_state()
+    drawn = [known_value(torch.rand(size)[:2]) for size in (2, 1000)]
+    mode.seed, mode._draws = 1, 0
+    again = known_value(torch.rand(2))
+    torch.rand(5)
+    assert torch.equal(drawn[0], again)
+    assert not torch.equal(drawn[0], drawn[1])
+    assert torch.equal(state, torch.default_generator.get_state())
+    assert known_value(torch.empty(3).normal_()) is not None
+    assert known_value(torch.randperm(4, device="cpu")).sum() == 6
+    assert known_value(torch.ones(3, 3)[:, 0].uniform_()) is None  # a part of known memory
+
+
+def test_with_luck_the_least_or_the_most_of_many_draws_is_drawn(mode):
+    mode.seed = 0
+    for luck, least, most in (("least", 0.0, 0.1), ("most", 0.9, 1.0)):
+        mode.luck = luck
+        assert least <= torch.rand(()).item() <= most
+        assert torch.full((3,), 0.5).bernoulli().tolist() == [round(most)] * 3
+
+
 def test_what_is_random_or_empty_or_large_is_unknown(mode):
     assert known_value(torch.rand(3)) is None
     assert known_value(torch.empty(3)) is None
