@@ -24,9 +24,10 @@ from lightning_memguard.core.foreign import added, aten, gaps, nothing, patched
 from lightning_memguard.core.gpus import Gpu
 from lightning_memguard.core.isolation.pool import is_forked
 from lightning_memguard.core.simulation import cudnn_rnn, quantized, sdpa, streams
-from lightning_memguard.core.simulation.constants import KnownFakeMode
+from lightning_memguard.core.simulation.constants import KnownFakeMode, known_value
 from lightning_memguard.core.simulation.driver import answered, guard_no_device, has_driver, known_device
 from lightning_memguard.core.simulation.fake import Function
+from lightning_memguard.core.simulation.faking import ValueNeededError
 from lightning_memguard.core.torch_port import FakeTensor, OpOverload
 from lightning_memguard.errors import CannotTraceError
 
@@ -260,8 +261,43 @@ def _rnn(_: Gpu, func: Function, *args: Any) -> tuple[Tensor, ...]:
     return cudnn_rnn.call(func, *args) if cudnn_rnn.takes_cudnn(args[0]) else func(*args)
 
 
+def _ctc_loss(
+    _: Gpu,
+    func: Function,
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: object,
+    target_lengths: object,
+    blank: int = 0,
+    reduction: int = 1,
+    zero_infinity: bool = False,
+) -> Tensor:
+    """``ctc_loss`` of ATen/native/LossCTC.cpp, which reads the lengths of samples from the device.
+
+    If they are unknown, the longest target is as long as all are padded.
+    """
+    padded = targets.shape[1] if targets.dim() > 1 else None
+    inputs, outputs = _length_list(input_lengths, log_probs.shape[0]), _length_list(target_lengths, padded)
+    losses: Tensor = func(log_probs, targets, inputs, outputs, blank, _NO_REDUCTION, zero_infinity)
+    if reduction == _MEAN:
+        return (losses / losses.new_tensor(outputs).clamp_min(1)).mean()
+    return losses if reduction == _NO_REDUCTION else losses.sum()
+
+
+def _length_list(lengths: Any, most: int | None) -> list[int]:
+    value = known_value(lengths) if isinstance(lengths, FakeTensor) else lengths
+    if value is not None:
+        return value.reshape(-1).tolist() if isinstance(value, Tensor) else [*value]
+    if most is None:
+        raise ValueNeededError("`ctc_loss` needs the lengths of its targets, which only a real run can give.")
+    return [most] * lengths.numel()
+
+
+_NO_REDUCTION, _MEAN = 0, 1  # `torch.nn._reduction`
+
 _PATCHED: tuple[tuple[ModuleType, str, Function], ...] = (
     (torch, "batch_norm", _batch_norm),
+    (torch, "ctc_loss", _ctc_loss),
     (torch.nn.functional, "scaled_dot_product_attention", _attention),
     *((port.recurrent_functions(), name, _rnn) for name in port.RECURRENT),
 )

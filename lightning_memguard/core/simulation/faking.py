@@ -364,8 +364,8 @@ def laid_out(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         out = func(*args, **kwargs)
         dropout = by_name(func, args, kwargs)["dropout_p"]
         return out if SEEDS_ON_DEVICE and not dropout else (*out[:2], *(each.to("cpu") for each in out[2:]))
-    if func is _GLU_BACKWARD and args[0].device.type == "cuda":
-        return torch.empty(args[1].shape, dtype=args[1].dtype, device=args[1].device)
+    if func in _ON_CUDA and args[0].device.type == "cuda":
+        return _ON_CUDA[func](*args)
     if func in _RESIZED_VOLUMES and args[0].device.type == "cuda":
         out, order = func(*args, **kwargs), port.suggested_format(args[0])
         return torch.empty(out.shape, dtype=out.dtype, device=out.device, memory_format=order)
@@ -392,7 +392,16 @@ def laid_out(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 # Products without a fake kernel for ``out``.
 FILLS_OUT = frozenset({_aten._scaled_mm.out, _aten._scaled_mm_v2.out, _aten.bmm.dtype_out})
 _EFFICIENT_ATTENTION = _aten._scaled_dot_product_efficient_attention.default
-_GLU_BACKWARD = _aten.glu_backward.default
+_ON_CUDA: dict[OpOverload, Callable[..., Any]] = {  # LossCTC.cu: cuDNN takes targets without padding, if at all
+    _aten.glu_backward.default: lambda _, x, *__: x.new_empty(x.shape),
+    _aten._use_cudnn_ctc_loss.default: lambda *_: False,
+    _aten._use_miopen_ctc_loss.default: lambda *_: False,
+    _aten._ctc_loss_backward.default: lambda _, log_probs, *__: log_probs.new_empty(log_probs.shape),
+    _aten._ctc_loss.default: lambda log_probs, _, __, lengths, *___: (
+        log_probs.new_empty(log_probs.shape[1:2]),
+        log_probs.new_empty((log_probs.shape[1], log_probs.shape[0], 2 * max(lengths, default=0) + 1)),
+    ),
+}
 _RESIZED_VOLUMES = (_aten.upsample_trilinear3d.default, _aten.upsample_trilinear3d_backward.default)
 _BATCH_NORM_BACKWARD = _aten.native_batch_norm_backward.default
 _ZEROS_OF_NO_TANGENT = _aten._efficientzerotensor.default

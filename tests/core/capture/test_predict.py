@@ -680,6 +680,21 @@ def test_values_that_a_step_computes_are_read_in_a_real_run_and_the_layouts_are_
     assert found == pytest.approx(fixed, abs=4 * KIB)
 
 
+@pytest.mark.parametrize("known", [False, True])
+def test_a_ctc_loss_whose_lengths_are_on_the_gpu_has_its_variables(known):
+    """`log_alpha` of LossCTC.cu: two of each label and one more, of each sample and step."""
+
+    def step(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        log_probs, labels = model(x).expand(5, -1, -1), torch.ones(len(x), 3, dtype=torch.long, device=x.device)
+        lengths = torch.full((len(x),), 2, device=x.device) if known else x[:, 0].long()
+        return nn.functional.ctc_loss(log_probs, labels, torch.full((len(x),), 5), lengths)
+
+    prediction = predict(on_an_h200(step), 16, CUDA)
+    made = [each.nbytes for each in prediction.trace_at(100).events if each.operator == "aten._ctc_loss.default"]
+    assert prediction.curve.method == "fake"
+    assert 4 * 100 * 5 * (2 * (2 if known else 3) + 1) in made
+
+
 def test_sizes_that_a_step_computes_are_those_of_a_real_run_within_a_range():
     def step(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         z = model(x)
