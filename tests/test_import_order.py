@@ -32,6 +32,7 @@ ROOMS = {
         "allocator",
         "replay",
         "recurring",
+        "validated",
         "epoch",
         "timeline",
         "snapshot",

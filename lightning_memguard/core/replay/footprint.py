@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from lightning_memguard.core.range import NOTHING, Range
 from lightning_memguard.core.replay.epoch import Epoch
@@ -95,6 +95,16 @@ class Doubt:
         """The doubt if a block of such a size is always allocated."""
         low, high = Peak.extreme(self.peaks, min), Peak.extreme(self.peaks, max)
         return Doubt(self.kind, (low.plus(least), high.plus(most)))
+
+
+class Turn(NamedTuple):
+    """Two works that take turns, replayed, so that each finds what the other has left in the allocator's cache.
+
+    ``likely`` is the replay of both, ``other`` the same with segments at other addresses.
+    """
+
+    likely: Replay
+    other: Replay
 
 
 @dataclass(frozen=True)
@@ -250,6 +260,33 @@ class Footprint(Shown):
         doubt = Doubt("other work", tuple(ends))
         return replace(found, doubts=(*found.doubts, doubt)) if doubt.peaks else found
 
+    def in_turn(self, turn: Turn, alone: Peak) -> Footprint:
+        """The footprint of work that takes turns with other work. What the allocator caches more gives way.
+
+        ``alone`` is the peak of this work by its replay alone.
+        """
+        likely, at = turn.likely, turn.likely.peak_event
+        allocated, reserved = (likely.peak_allocated_bytes, likely.peak_reserved_bytes)
+        less, more = allocated - alone.allocated_bytes, reserved - alone.reserved_bytes
+
+        def moved(peak: Peak) -> Peak:
+            return replace(peak, allocated_bytes=peak.allocated_bytes + less).fragmented(more)
+
+        parts = self.parts
+        if alone.allocated_bytes == self.peak_allocated_bytes:  # nothing else was added
+            parts = {part: likely.parts.get(part, 0) for part in dict.fromkeys((*self.parts, *likely.parts))}
+        peak, other = moved(self.peak), turn.other
+        figures = dict(zip(_FIGURES, astuple(peak), strict=True))
+        found = replace(self, **figures, parts=parts)
+        if at is not None:
+            found = replace(found, phase=at.phase, module=at.module, operator=at.operator)
+        device = other.peak_reserved_bytes + self.outside_bytes
+        turned = Peak(other.peak_allocated_bytes, other.peak_reserved_bytes, device)
+        doubts = tuple(Doubt(each.kind, tuple(map(moved, each.peaks))) for each in self.doubts)
+        found = replace(found, doubts=doubts).doubted("addresses", turned)
+        most = max(peak.device_bytes, self.most_device_bytes)
+        return replace(found, yielding_bytes=max(0, found.highest.device_bytes - most))
+
     def between_steps(self, less: int, more: int) -> Footprint:
         """The footprint if a later step may have an allocated peak that is so much lower, or higher."""
         low, high = self.lowest, self.highest
@@ -260,7 +297,7 @@ class Footprint(Shown):
     def or_at_most(self, other: Footprint, note: str) -> Footprint:
         """The footprint if other work of the run, whose likely peak is lower, may take more than this one at most."""
         most = max(self.most_device_bytes, other.most_device_bytes)
-        found = self.doubted("other work", self.peak, other.highest, note=note)
+        found = self.doubted("other work", Peak.extreme((self.peak, other.highest), max), note=note)
         return replace(found, yielding_bytes=found.highest.device_bytes - most)
 
     def plus(self, nbytes: int, part: str) -> Footprint:
@@ -338,6 +375,7 @@ class Footprint(Shown):
 
 
 _SAYS_NOTHING = 4  # times as much
+_FIGURES = "peak_allocated_bytes", "peak_reserved_bytes", "peak_device_bytes"  # of a footprint, as `Peak` has them
 
 
 def footprint(

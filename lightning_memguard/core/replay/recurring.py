@@ -139,6 +139,15 @@ class StepSequence:
                 self._left[step.left[block]] = found[-1]
         return [*found, *(event._replace(action="free") for event in before.values())]
 
+    def end(self, stays: Collection[str]) -> list[Event]:
+        """Free what the last step has left, but for these parts, as other work follows; the next step finds the rest.
+
+        That is of no further step then, and has a number of its own.
+        """
+        gone = [event for event in self._left.values() if event.part not in stays]
+        self._left = {name: event for name, event in self._left.items() if event.part in stays}
+        return [event._replace(action="free") for event in gone]
+
 
 @dataclass(frozen=True)
 class LaterSteps:

@@ -438,9 +438,11 @@ def _own_choice(profile: RunProfile, settings: GuardSettings) -> Choice:
         refused_by=refused_by,
         preferred=_MULTIPLE if settings.multiple_of == 1 else 1,
     )
-    profile = replace(profile, prediction=proven.curve)
+    profile = replace(profile, prediction=proven.curve).taking_turns_at(decision.batch_size)
     if validation is not None:
         decision = replace(decision, validation_batch_size=validation.batch_size)
+    if decision.batch_size in profile.turns:
+        decision = replace(decision, footprint=profile.footprint_at(decision.batch_size))
     if decision.footprint is not None:
         decision = replace(decision, footprint=_with_setting_note(decision.footprint, proven.curve))
     saving = profile.saving_at(decision.batch_size)

@@ -17,8 +17,11 @@ from lightning_memguard.core.capture.recorder import part_bytes
 from lightning_memguard.core.decision.decision import Budget, HostUse, LimitedBy, Request, largest_that, verdict
 from lightning_memguard.core.range import Range
 from lightning_memguard.core.replay.epoch import Epoch as CacheEpoch
-from lightning_memguard.core.replay.footprint import Doubt, Footprint, Peak
+from lightning_memguard.core.replay.footprint import Doubt, Footprint, Peak, Turn
 from lightning_memguard.core.replay.learned import Learned
+from lightning_memguard.core.replay.recurring import LaterSteps
+from lightning_memguard.core.replay.replay import within_capacity
+from lightning_memguard.core.replay.validated import validated
 from lightning_memguard.core.trace.kept import Kept, fit_kept
 from lightning_memguard.core.trace.trace import PARTIAL, WORTH_A_NOTE, Note, Trace
 from lightning_memguard.errors import CannotTraceError
@@ -72,6 +75,7 @@ class RunProfile:
         trims: whether glibc is made to return freed blocks while it runs.
         differ: whether its batches differ in size; what its GPU then caches over an epoch is known in ``epochs``.
         epochs: by batch size, epochs that were replayed.
+        turns: by batch size, its training and its validation that were replayed one after the other.
         left: bytes that a validation has left behind and that are there while the run trains, at least and most likely.
     """
 
@@ -92,6 +96,7 @@ class RunProfile:
     trims: bool = False
     differ: bool = False
     epochs: Mapping[int, CacheEpoch] = field(default_factory=dict)
+    turns: Mapping[int, Turn] = field(default_factory=dict)
     left: tuple[int, int] = (0, 0)
 
     @property
@@ -177,6 +182,9 @@ class RunProfile:
         step, validation = self.prediction.footprint_at(batch_size), self.validation
         if validation is None:
             return None
+        turn = self.turns.get(batch_size)
+        if turn and turn.likely.peak_event:
+            return validation if turn.likely.peak_event.phase == "validation" else None
         is_partial = step.is_partial or validation.footprint.is_partial
 
         def rank(each: Footprint) -> tuple[int, int]:
@@ -187,18 +195,28 @@ class RunProfile:
 
     def footprint_at(self, batch_size: int) -> Footprint:
         """The memory of the run at a batch size: of its training step, or of validation if that takes more."""
+        found, turn = self._larger_at(batch_size), self.turns.get(batch_size)
+        if turn:
+            found = found.in_turn(turn, self._by_replay()._larger_at(batch_size).peak)  # noqa: SLF001 - its own
+        if self._larger_validation(batch_size):
+            found = self.with_extra(found)
+        else:
+            found = self._noting_objects(self.with_extra(self.with_objects(found)))
+        return replace(found, notes=tuple(dict.fromkeys((*found.notes, *self.notes))))
+
+    def _larger_at(self, batch_size: int) -> Footprint:
         step, larger = self._step_at(batch_size), self._larger_validation(batch_size)
         if larger is None:
             found = self._collating(step)
-            if self.validation is not None:
-                found = _joined(found, self.validation.footprint, "validation")
-            found = self._noting_objects(self.with_extra(self.with_objects(found)))
-        else:
-            note = f"the peak is in validation, at its batch size of {larger.batch_size}"
-            notes = (note, *step.notes, *larger.footprint.notes)
-            validation = replace(larger.footprint, batch_size=batch_size, notes=notes)
-            found = self.with_extra(_joined(validation, step, "a training step"))
-        return replace(found, notes=tuple(dict.fromkeys((*found.notes, *self.notes))))
+            return _joined(found, self.validation.footprint, "validation") if self.validation else found
+        note = f"the peak is in validation, at its batch size of {larger.batch_size}"
+        notes = (note, *step.notes, *larger.footprint.notes)
+        validation = replace(larger.footprint, batch_size=batch_size, notes=notes)
+        return _joined(validation, step, "a training step")
+
+    def _by_replay(self) -> RunProfile:
+        """Return the profile without what is known from elsewhere."""
+        return replace(self, prediction=self.prediction.on_terms(learned=None), left=(0, 0))
 
     def _collating(self, step: Footprint) -> Footprint:
         """Return a step, or the collation of its batch in this process if that takes more."""
@@ -207,6 +225,40 @@ class RunProfile:
         batch = self.step.expected_batch(step.batch_size)[1]
         collating = self._between_steps(step, "collate", batch=batch, temporaries=batch)
         return max(step, collating, key=lambda each: each.most_device_bytes)
+
+    def taking_turns_at(self, batch_size: int) -> RunProfile:
+        """Return the profile once training and validation are replayed in turn at a size, if both are known.
+
+        Only the chosen size is worth it: a budget is compared with what does not give way, which stays.
+        """
+        step, validation = self.prediction, self.validation
+        on_gpu = step.settings.kind == "cuda" and self.run.program.trains and not self.differ
+        if not on_gpu or validation is None:
+            return self
+        if any(each.method in PARTIAL or each.variants or each.drawn for each in (step, validation.prediction)):
+            return self
+        alone = self.footprint_at(batch_size)
+        room = self.budget.usable_bytes - alone.highest.outside_bytes - sum(self.extra.values())
+        trace = self._validated(step.own_trace_at(batch_size), validation)
+        if trace is None or alone.most_device_bytes > self.budget.usable_bytes:
+            return self
+        settings = replace(step.settings, capacity_bytes=max(0, room))
+        replayed = partial(LaterSteps.of, batches=step.terms.batches_per_step)
+        turned = replace(settings, segments_descend=not settings.segments_descend)
+        likely, other = (within_capacity(trace, each, replayed).replay for each in (settings, turned))
+        fits = likely.peak_reserved_bytes <= room
+        return replace(self, turns={**self.turns, batch_size: Turn(likely, other)}) if fits else self
+
+    def _validated(self, training: Trace, validation: ValidationRun) -> Trace | None:
+        facts, batches = self.facts, self.prediction.terms.batches_per_step
+        return validated(
+            training,
+            validation.prediction.trace_at(validation.batch_size),
+            batches,
+            checked=bool(facts.sanity_steps),
+            again=not _validates_once(self.run),
+            clears_gradients=not callbacks.validates_mid_step(facts, batches),
+        )
 
     def _noting_objects(self, whole: Footprint) -> Footprint:
         objects = self._object_bytes(whole.batch_size)
@@ -377,11 +429,14 @@ def _left_by_validation(run: Run, kept: Iterable[Kept]) -> tuple[int, int]:
     facts, info = run.facts, run.validation_info
     batches = info and batches_taken(facts, info, info.batch_size)
     of_batch = sum(each.bytes_at(info.batch_size) for each in kept if each.stays) if info else 0
-    once = (
-        facts.check_val_every_n_epoch == 1 and facts.val_check_interval == 1.0 and run.program.trainer.max_epochs == 1
-    )
     checked = int(min(facts.sanity_steps, batches or 0))
-    return of_batch * checked, of_batch * (checked if once else batches or 0)
+    return of_batch * checked, of_batch * (checked if _validates_once(run) else batches or 0)
+
+
+def _validates_once(run: Run) -> bool:
+    """Whether training ends with the first validation, but for a sanity check."""
+    facts, each_epoch = run.facts, run.facts.check_val_every_n_epoch == 1
+    return each_epoch and facts.val_check_interval == 1.0 and run.program.trainer.max_epochs == 1
 
 
 def _notes_on_validation(validation: Attempt[ValidationRun]) -> Iterator[Note]:
