@@ -490,6 +490,18 @@ def test_fake_tensors_of_a_gpu_do_not_initialize_it():
     assert (fake.device.type, torch.cuda.is_initialized()) == ("cuda", before)
 
 
+def test_an_operator_without_a_fake_kernel_can_be_run_otherwise():
+    asked = []
+
+    def noting(own):
+        return lambda mode, func, *rest: asked.append(func.name()) or own(mode, func, *rest)
+
+    with port.real_kernels_run_by(noting), port.FakeTensorMode():
+        x, target = torch.randn(2, 3, requires_grad=True), torch.zeros(2, dtype=torch.long)
+        nn.functional.multi_margin_loss(x, target).backward()
+    assert asked == ["aten::multi_margin_loss_backward"]
+
+
 def test_libraries_find_the_function_that_asks_for_a_stream():
     with port.raw_streams_added():
         assert callable(torch._C._cuda_getCurrentRawStream)

@@ -28,7 +28,7 @@ from lightning_memguard.core.simulation.constants import KnownFakeMode, known_va
 from lightning_memguard.core.simulation.driver import answered, guard_no_device, has_driver, known_device
 from lightning_memguard.core.simulation.fake import Function
 from lightning_memguard.core.simulation.faking import ValueNeededError
-from lightning_memguard.core.torch_port import FakeTensor, OpOverload
+from lightning_memguard.core.torch_port import FakeTensor, FakeTensorMode, OpOverload
 from lightning_memguard.errors import CannotTraceError
 
 FAKE_DEVICE = torch.device("cuda", 0)  # the only device under `simulated_cuda`, whichever is trained on
@@ -112,6 +112,7 @@ def simulated_cuda(gpu: Gpu) -> Iterator[None]:
             for name, answer in named.items():
                 exits.enter_context(patched(home, **{name: answer}))
         exits.enter_context(port.gpus_not_initialized())
+        exits.enter_context(port.real_kernels_run_by(_on_host))
         alike = {name: answers[name] for name in ("current_device", "device_count", "is_initialized")}
         exits.enter_context(patched(torch.cuda.random, **alike))
         exits.enter_context(quantized.cuda_simulated())
@@ -125,6 +126,35 @@ def simulated_cuda(gpu: Gpu) -> Iterator[None]:
         _simulated.append(gpu)
         exits.callback(_simulated.pop)
         yield
+
+
+def _on_host(own: Function) -> Function:
+    """Run the kernel of an operator that has no fake one on the host, on zeros; its results are on the GPU."""
+
+    def run(mode: FakeTensorMode, func: OpOverload, flat: Sequence[object], spec: Any, error: RuntimeError) -> Any:
+        devices = {each.device for each in flat if isinstance(each, FakeTensor) and each.device.type == "cuda"}
+        if len(devices) != 1 or any(isinstance(each, torch.device) for each in flat):
+            return own(mode, func, flat, spec, error)
+        (device,) = devices
+        given = dict[int, FakeTensor]()
+
+        def real(each: object) -> object:
+            if not isinstance(each, FakeTensor):
+                return each
+            tensor = torch.empty_strided(each.shape, each.stride(), dtype=each.dtype).zero_()
+            given[id(tensor)] = each
+            return tensor
+
+        def fake(each: Tensor) -> Tensor:
+            there = given.get(id(each))
+            meta = torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device="meta")
+            return FakeTensor(mode, meta, device) if there is None else there
+
+        with port.no_dispatch():
+            args, kwargs = port.tree_unflatten([real(each) for each in flat], spec)
+            return port.tree_map_only(Tensor, fake, func(*args, **kwargs))
+
+    return run
 
 
 def _torch_cuda_of(gpu: Gpu) -> dict[str, Function]:

@@ -558,3 +558,12 @@ def test_a_rule_that_is_asked_again_knows_which_tensors_are_on_the_host() -> Non
         kernel = kernel_of("aten.copy_.default", call)
         first = copy(call)
     assert kernel.scratch(kernel.numbers) == first != NONE
+
+
+@pytest.mark.parametrize("loss", [F.multi_margin_loss, F.multilabel_margin_loss])
+def test_an_operator_without_a_fake_kernel_runs_on_the_host(loss: Callable[..., torch.Tensor]) -> None:
+    """Torch would run it on the GPU itself, which a child cannot use."""
+    labels = torch.zeros(64, dtype=torch.long) if loss is F.multi_margin_loss else torch.zeros(64, 32, dtype=torch.long)
+    batch = torch.randn(64, 32), labels
+    found = estimate(nn.Linear(32, 32), batch, step=lambda m, b: loss(m(b[0]), b[1]), device="H100")
+    assert (found.method, found.notes) == ("fake", ())
