@@ -111,9 +111,9 @@ def _device_type(callback: Any, device: torch.device) -> str:
     """Return the type of the device on which a callback keeps its average; empty if it keeps none."""
     kind = _averages(callback)
     wanted = lightning.average_device(callback) if kind else None
-    if wanted is not None:  # None: where the module is, at setup or when it begins
-        return torch.device(wanted).type
-    return {"WeightAveraging": "cpu", "StochasticWeightAveraging": device.type}.get(kind, "")
+    # None: where the module says that it is, which Lightning sets before `setup` (trainer/call.py), though its
+    # parameters are elsewhere until later
+    return torch.device(wanted or device).type if kind else ""
 
 
 def accumulation(facts: RunFacts) -> int:

@@ -78,6 +78,15 @@ def test_an_average_on_another_device_takes_nothing_here(trainer: Any, name: str
     assert copies(run, torch.device("cpu")) == 0
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_an_average_of_no_device_is_where_the_module_says_that_it_is_at_setup(device: str) -> None:
+    """Lightning says so before it moves the module."""
+    average = averaging("WeightAveraging")()
+    if average._device is not None:
+        pytest.skip("in this Lightning it has a device")
+    assert len(averages([average], torch.device(device), nn.Linear(1, 1))) == 1
+
+
 @pytest.mark.usefixtures("at_own_size")
 def test_an_average_that_leaves_buffers_alone(trainer: Any, wide: Any, wide_data: TensorDataset) -> None:
     class Normed(wide):  # type: ignore[misc]
