@@ -17,8 +17,8 @@ _STAYS = "parameters", "buffers", "optimizer_state", "workspaces", *OPTIONAL_PAR
 
 def validated(
     training: Trace, validation: Trace, batches: int, *, checked: bool, again: bool, clears_gradients: bool
-) -> Trace | None:
-    """Return the steps of a training, then a validation, then a step like the last; None if that does not recur.
+) -> Trace:
+    """Return the steps of a training, then a validation, then a step like the last, if that recurs.
 
     A block whose size is not known has its most likely one.
 
@@ -32,18 +32,17 @@ def validated(
     """
     training, validation = training.only("point"), validation.only("point")
     step, sequence = RecurringStep.of(training, batches), StepSequence()
-    if step is None:
-        return None
-    events = sequence.events_of(step)
+    events = [*training.events] if step is None else sequence.events_of(step)
     begins = training.held_at or next((at for at, each in enumerate(events) if each.phase != "setup"), len(events))
     last = max((each.step for each in events), default=0)
     if checked:
         first = _numbered(validation, events, 0)
         events = [*events[:begins], *first, *_without(events[begins:], _opened(first))]
-    left = sequence.end(_STAYS if clears_gradients else (*_STAYS, "gradients"))
+    stays = _STAYS if clears_gradients else (*_STAYS, "gradients")
+    left = sequence.end(stays) if step else _freed(each for each in _alive(events) if each.part not in stays)
     opened = _opened(each for each in events if each.phase not in ("setup", "backward"))
     events += [*left, *_without(_numbered(validation, events, last + 1), opened)]
-    if again:  # numbered so that it is the last step of the trace
+    if again and step is not None:  # numbered so that it is the last step of the trace
         events += [each._replace(step=each.step + batches + 1) for each in sequence.events_of(step)]
     return replace(training, events=tuple(events), held_at=begins, kernels=(), scratch_spans=())
 
@@ -57,7 +56,11 @@ def _numbered(validation: Trace, before: Sequence[Event], step: int) -> list[Eve
     held = {each.block for each in validation if each.phase == "setup"}
     own = [each for each in validation if each.block not in held]
     found = [each._replace(block=each.block + first, step=step) for each in own]
-    return [*found, *(each._replace(action="free") for each in _alive(found) if each.part != "workspaces")]
+    return [*found, *_freed(each for each in _alive(found) if each.part != "workspaces")]
+
+
+def _freed(events: Iterable[Event]) -> list[Event]:
+    return [each._replace(action="free") for each in events]
 
 
 def _alive(events: Iterable[Event]) -> list[Event]:

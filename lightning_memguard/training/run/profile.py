@@ -237,10 +237,12 @@ class RunProfile:
             return self
         if any(each.method in PARTIAL or each.variants or each.drawn for each in (step, validation.prediction)):
             return self
+        if any(each.stays for each in self.kept):  # no step finds what the one before has found
+            return self
         alone = self.footprint_at(batch_size)
         room = self.budget.usable_bytes - alone.highest.outside_bytes - sum(self.extra.values())
         trace = self._validated(step.own_trace_at(batch_size), validation)
-        if trace is None or alone.most_device_bytes > self.budget.usable_bytes:
+        if alone.most_device_bytes > self.budget.usable_bytes:
             return self
         settings = replace(step.settings, capacity_bytes=max(0, room))
         replayed = partial(LaterSteps.of, batches=step.terms.batches_per_step)
@@ -249,7 +251,7 @@ class RunProfile:
         fits = likely.peak_reserved_bytes <= room
         return replace(self, turns={**self.turns, batch_size: Turn(likely, other)}) if fits else self
 
-    def _validated(self, training: Trace, validation: ValidationRun) -> Trace | None:
+    def _validated(self, training: Trace, validation: ValidationRun) -> Trace:
         facts, batches = self.facts, self.prediction.terms.batches_per_step
         return validated(
             training,

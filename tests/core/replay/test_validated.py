@@ -37,7 +37,6 @@ VALIDATION = trace({"workspaces": 32, "activations": 30, "temporaries": 30}, pha
 
 def together(*, checked: bool = True, again: bool = True, clears_gradients: bool = True) -> Replay:
     joined = validated(TRAINING, VALIDATION, 1, checked=checked, again=again, clears_gradients=clears_gradients)
-    assert joined is not None
     return replay(joined, CUDA)
 
 
@@ -59,9 +58,11 @@ def test_a_workspace_that_stays_open_is_there_once() -> None:
     assert together(checked=False).parts["workspaces"] == 32 * MIB
 
 
-def test_a_step_that_does_not_recur_is_not_followed_by_a_validation() -> None:
+def test_a_step_that_does_not_recur_comes_once_before_a_validation() -> None:
     grows = trace({"optimizer_state": 4}, phase="forward")
-    assert validated(grows, VALIDATION, 1, checked=True, again=True, clears_gradients=True) is None
+    joined = validated(grows, VALIDATION, 1, checked=False, again=True, clears_gradients=True)
+    assert replay(joined, CUDA).peak_allocated_bytes == (20 + 2 * 4 + 92) * MIB
+    assert [each.step for each in joined] == sorted(each.step for each in joined)
 
 
 def test_what_is_cached_in_addition_gives_way() -> None:
