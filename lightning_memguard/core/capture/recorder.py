@@ -252,8 +252,12 @@ class Recorder(Storages, TorchDispatchMode):
 
     def note_answer(self, tensor: object, answer: object) -> None:
         """Note a whole number of a tensor with unknown values that another run read: a size may depend on it."""
-        is_number = self.reads.are_given and not isinstance(answer, (bool, float, Tensor, type(None)))
-        if is_number and isinstance(tensor, FakeTensor) and constants.known_value(tensor) is None:
+        if (
+            self.reads.are_given
+            and _is_whole(answer)
+            and isinstance(tensor, FakeTensor)
+            and constants.known_value(tensor) is None
+        ):
             self.assume(_COMPUTED)
 
     def note_check(self) -> None:
@@ -611,6 +615,14 @@ def _node_of(tensor: Tensor) -> Any:
         return tensor.grad_fn
     except RuntimeError:
         return None
+
+
+def _is_whole(answer: object) -> bool:
+    """Whether an answer is a whole number, or a list or array of such."""
+    if isinstance(answer, list):
+        return any(map(_is_whole, answer[:1]))
+    kind = getattr(getattr(answer, "dtype", None), "kind", "")
+    return type(answer) is int or kind in ("i", "u")
 
 
 def _listed(tensor: FakeTensor, paths: _ModulePaths, to_list: Callable[[FakeTensor], object]) -> object:
