@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import chain
+from itertools import chain, count
 from typing import NamedTuple
 
 from lightning_memguard.core.replay.recurring import RecurringStep, StepSequence
@@ -172,22 +172,23 @@ def replay_epoch(
     Raises:
         CannotTraceError: the step frees what it does not leave to the next, so that it is not known how it recurs.
     """
+    numbers = count()
 
     @lru_cache(_KEPT)
     def step_at(shape: Shape) -> RecurringStep:
         step = RecurringStep.of(trace_at(shape).only("point"))
         if step is None:
             raise CannotTraceError("it is not known how the step recurs: it frees what it does not leave to the next")
-        return step
+        return step.apart(next(numbers))
 
     orders = _orders(settings, longest, padding)
     until, lengths = time.monotonic() + most_seconds, set[int]()
     last_new, settled = 0, True
-    for count, shape in enumerate(shapes, 1):
+    for number, shape in enumerate(shapes, 1):
         lengths.add(shape.length)
         if any([order.go_on(shape, step_at) for order in orders]):  # noqa: C419 - each goes on
-            last_new = count
-        if count - last_new >= max(_QUIET, last_new) or all(order.is_over for order in orders):
+            last_new = number
+        if number - last_new >= max(_QUIET, last_new) or all(order.is_over for order in orders):
             break
         if time.monotonic() > until:
             settled = False

@@ -9,6 +9,7 @@ A step that does not fit with all that the allocator would like to cache runs al
 
 from __future__ import annotations
 
+import functools
 from collections import Counter, defaultdict
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -63,6 +64,22 @@ class RecurringStep:
         left_as = {block: name for block, _, name in stays}
         return cls([*until, *rest], [*step, *rest], left_as, {block: name for _, block, name in stays})
 
+    @functools.cached_property
+    def passed_on(self) -> tuple[tuple[int, Name], ...]:
+        """The places of its events on blocks that it leaves, or takes; all others are on blocks that it frees again."""
+        names = {**self.taken, **self.left}
+        return tuple((place, names[each.block]) for place, each in enumerate(self.events) if each.block in names)
+
+    def apart(self, number: int) -> RecurringStep:
+        """Return the step with blocks that no step of another number has."""
+        more = number << 32
+
+        def moved(events: Iterable[Event]) -> list[Event]:
+            return [Event(event.action, event.block + more, *event[2:]) for event in events]
+
+        left, taken = ({block + more: name for block, name in each.items()} for each in (self.left, self.taken))
+        return RecurringStep(moved(self.until), moved(self.events), left, taken)
+
 
 def _as_batch(event: Event, blocks: Collection[int]) -> Event:
     return event._replace(part="batch") if event.block in blocks else event
@@ -105,38 +122,36 @@ def _matched(
 
 
 class StepSequence:
-    """One step after another, as one list of events: each with blocks of its own, and freeing those left to it."""
+    """One step after another, as one list of events, each freeing what is left to it; steps that differ are `apart`."""
 
     def __init__(self) -> None:
-        self._next_block = -1
-        self._left: dict[Name, Event] = {}
+        self._next_block = _PASSED_ON
+        self._left: dict[Name, Event] | None = None
 
     @property
     def left(self) -> dict[Hashable, int]:
         """Blocks that the last step has left to the next one."""
-        return {name: event.block for name, event in self._left.items()}
+        return {name: event.block for name, event in (self._left or {}).items()}
 
     def events_of(self, step: RecurringStep) -> list[Event]:
         """The events of the next step; before the first one, all that comes before it in its trace."""
-        if self._next_block < 0:
-            self._next_block = 1 + max((event.block for event in step.until), default=0)
+        if self._left is None:
             self._left = {step.left[event.block]: event for event in step.events if event.block in step.left}
             return [*step.until]
-        before, self._left, names = self._left, {}, dict[int, int]()
-        found = list[Event]()
-        for event in step.events:
-            block = event.block
+        before, self._left, found, not_there = self._left, {}, [*step.events], list[int]()
+        for place, name in step.passed_on:
+            event, block = found[place], self._next_block
             if event.action == "alloc":
-                names[block] = self._next_block
                 self._next_block += 1
-            elif block not in names:
-                like = before.pop(step.taken[block], None)
-                if like is not None:  # else the step before was another, and has left none
-                    found.append(Event(event.action, like.block, *event[2:]))
-                continue
-            found.append(Event(event.action, names[block], *event[2:]))  # a tenth of the time of ``_replace``
-            if block in step.left:
-                self._left[step.left[block]] = found[-1]
+            elif like := before.pop(name, None):
+                block = like.block
+            else:  # the step before was another, and has left none
+                not_there.append(place)
+            found[place] = Event(event.action, block, *event[2:])
+            if event.action == "alloc":
+                self._left[name] = found[place]
+        for place in reversed(not_there):
+            del found[place]
         return [*found, *(event._replace(action="free") for event in before.values())]
 
     def end(self, stays: Collection[str]) -> list[Event]:
@@ -147,6 +162,9 @@ class StepSequence:
         gone = [event for event in self._left.values() if event.part not in stays]
         self._left = {name: event for name, event in self._left.items() if event.part in stays}
         return [event._replace(action="free") for event in gone]
+
+
+_PASSED_ON = -1 << 62  # blocks from one step to the next; no trace has such numbers
 
 
 @dataclass(frozen=True)
