@@ -39,7 +39,7 @@ from lightning_memguard.core.simulation.faking import ValueNeededError
 from lightning_memguard.core.simulation.value_sizes import public_name
 from lightning_memguard.core.torch_port import DataDependentOutputException, DynamicOutputShapeException
 from lightning_memguard.core.trace.loading import with_loading
-from lightning_memguard.core.trace.trace import OF_VALUES, Answers, Method, Note, Shares, Trace
+from lightning_memguard.core.trace.trace import OF_VALUES, TIME_WAS_UP, Answers, Method, Note, Shares, Trace
 from lightning_memguard.errors import CannotTraceError, MemGuardError
 
 T = TypeVar("T")
@@ -100,9 +100,6 @@ class OutOfTimeError(CaptureFailedError):
 
 class WaitsError(CannotTraceError):
     """The step waits for what no copy of a process has, so any other capture would wait as well."""
-
-
-TIME_WAS_UP = "time was up (max_setup_seconds)"
 
 
 def _failure(error: BaseException) -> CaptureFailedError:

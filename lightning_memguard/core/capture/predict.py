@@ -41,7 +41,16 @@ from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.core.simulation.compiled_cuda import timing_bytes
 from lightning_memguard.core.simulation.value_sizes import LEAST
 from lightning_memguard.core.trace.growth import Growth, extrapolate, grow
-from lightning_memguard.core.trace.trace import OF_VALUES, PARTIAL, RUN, WORTH_A_NOTE, Method, Shapes, Trace
+from lightning_memguard.core.trace.trace import (
+    NOT_COMPILED,
+    OF_VALUES,
+    PARTIAL,
+    RUN,
+    WORTH_A_NOTE,
+    Method,
+    Shapes,
+    Trace,
+)
 from lightning_memguard.errors import CannotTraceError
 
 # Powers of two, so that a step that divides its batch runs; above 2, so that batch norm and pairs do; small, since the
@@ -778,5 +787,5 @@ def _reason(method: Method, error: CannotTraceError) -> str:
     }
     why = str(error).removesuffix(".")
     if method == "compiled" and isinstance(error, OutOfTimeError):
-        return f"{why}: the step was not captured as torch.compile compiles it"
+        return f"{why}: {NOT_COMPILED}"
     return f"{ways[method]} ({why})"

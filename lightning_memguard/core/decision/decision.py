@@ -13,7 +13,7 @@ from lightning_memguard.core.replay.recurring import Retries
 from lightning_memguard.core.shown import Shown
 from lightning_memguard.core.trace.kept import Kept, RunsOut
 from lightning_memguard.core.trace.scratch import up
-from lightning_memguard.core.trace.trace import is_note
+from lightning_memguard.core.trace.trace import NOT_COMPILED, TIME_WAS_UP, is_note
 from lightning_memguard.errors import DoesNotFitError, MemGuardError
 from lightning_memguard.units import counted, format_bytes, share_of
 
@@ -419,8 +419,8 @@ def _up_to(decision: Decision) -> str:
 
 
 _WITHOUT_VALIDATION = " Validation is not included: what it takes is unknown."
-_OUT_OF_TIME = " Time was up (max_setup_seconds) before captures checked that."
-_AS_WRITTEN = " What torch.compile makes of the step was not captured."
+_OUT_OF_TIME = f" {TIME_WAS_UP.capitalize()} before captures checked that."
+_AS_WRITTEN = f" {NOT_COMPILED.capitalize()}."
 _ROUNDED = 1000
 _LARGEST = ' (batch_size="largest")'
 
@@ -570,7 +570,7 @@ def decide(footprint_at: Callable[[int], Footprint], budget: Budget, request: Re
     shrinks = size < asked and allowed and (request.kept_by or asked <= highest)
     is_cut = shrinks and footprint_at(min(largest + step, highest) if any_fits else lowest).is_cut
     if is_cut and verdict(footprint_at(asked), budget) == "unknown":  # no batch shrinks for that
-        because = _NOT_COMPILED if footprint_at(asked).is_as_written else _CUT
+        because = NOT_COMPILED if footprint_at(asked).is_as_written else _CUT
         return replace(decided(asked, batches, "kept", "request"), because=because)
     if not any_fits:
         raise _does_not_fit(footprint_at(lowest), budget, request)
@@ -580,8 +580,7 @@ def decide(footprint_at: Callable[[int], Footprint], budget: Budget, request: Re
     return decided(size, accumulate, "kept" if size == asked else "tuned", at_bound if size == largest else "request")
 
 
-_CUT = "time was up (max_setup_seconds) before captures could tell"
-_NOT_COMPILED = "what torch.compile makes of the step was not captured"
+_CUT = f"{TIME_WAS_UP} before captures could tell"
 
 
 def _range(request: Request, *, fits: bool) -> tuple[int, int, LimitedBy]:

@@ -40,6 +40,10 @@ OF_VALUES: tuple[Method, ...] = ("valued", "answered", "real")
 RUN: tuple[Method, ...] = ("answered", "real")
 """Methods that run the step for real."""
 
+TIME_WAS_UP = "time was up (max_setup_seconds)"
+NOT_COMPILED = "what torch.compile makes of the step was not captured"
+"""Why less than a whole step is known, as notes and reasons say it."""
+
 PARTS = ("parameters", "buffers", "gradients", "optimizer_state", "activations", "batch", "temporaries", "workspaces")
 """Purposes of a block of memory. ``workspaces`` is scratch that a kernel allocates and frees inside one operator."""
 

@@ -953,7 +953,7 @@ def until_deadline(*programs: LoopProgram, **options: Any) -> Captures:
 
 def test_a_compiled_step_that_takes_too_long_is_not_said_to_have_failed() -> None:
     assert predicting._reason("compiled", OutOfTimeError("time was up (max_setup_seconds)")) == (
-        "time was up (max_setup_seconds): the step was not captured as torch.compile compiles it"
+        "time was up (max_setup_seconds): what torch.compile makes of the step was not captured"
     )
 
 
