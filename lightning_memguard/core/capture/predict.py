@@ -713,12 +713,11 @@ def _traces_and_growth(
         return [capture(program, asked, method)], None
     fourth_size, sizes = FAKE_SIZES[3], FAKE_SIZES[: 2 if captures.foresees(program) or captures.rough else 3]
     own = _own_first(captures, program, asked, method)
-    for size in sizes:
-        captures.start(program, size, method, FIRST)
+    also = list[_Task]()
     if own and own.has_note("uncompiled") and _is_compiled_for(program):  # which takes the longest
-        captures.start(program, asked, "compiled", replace(FIRST, answers=own.answers))
+        also.append((program, asked, "compiled", replace(FIRST, answers=own.answers)))
     try:
-        traces = _all_captured(captures, program, sizes, method)
+        traces = _all_captured(captures, program, sizes, method, also=also)
     except CaptureFailedError as error:
         if error.value_needed or isinstance(error, OutOfTimeError):
             raise
@@ -765,11 +764,20 @@ def _grown(program: Program, traces: list[Trace], fourth_size: int, method: Meth
     return traces, growth
 
 
+_Task = tuple[Program, int, Method, Variant]
+
+
 def _all_captured(
-    captures: Captures, program: Program, sizes: Sequence[int], method: Method, variants: Sequence[Variant] = (FIRST,)
+    captures: Captures,
+    program: Program,
+    sizes: Sequence[int],
+    method: Method,
+    variants: Sequence[Variant] = (FIRST,),
+    also: Sequence[_Task] = (),
 ) -> list[Trace]:
+    """Capture a step side by side at some sizes; and begin with others, which are asked for later."""
     tasks = [(program, size, method, variant) for size in sizes for variant in variants]
-    for task in tasks:
+    for task in (*tasks, *also):
         captures.start(*task)
     return [capture(*task) for task in tasks]
 
