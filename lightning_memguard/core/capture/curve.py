@@ -222,7 +222,10 @@ class Curve:
 
     def confirmed_by(self, trace: Trace) -> Curve:
         """Return the curve with a proof at a size at which its growth was found to hold."""
-        return self._with_proof(trace.batch_size, (trace,))
+        proven = self._with_proof(trace.batch_size, (trace,))
+        if not (self.stopped or self.gaps or self.kinds):  # else a proof may narrow what was answered
+            proven._known.update(self._known)
+        return proven
 
     def _with_proof(self, batch_size: int, traces: Sequence[Trace]) -> Curve:
         batch = max((each.batch for each in traces if each.batch), key=lambda batch: batch[1], default=None)

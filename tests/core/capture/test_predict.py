@@ -575,6 +575,15 @@ def test_without_a_limit_what_is_alive_is_not_added_up_at_each_request(monkeypat
     assert len(asked) < 50
 
 
+def test_a_size_that_was_asked_for_is_not_replayed_again_once_a_capture_agrees():
+    curve = tape.read("cnn_gpu")
+    found = curve.footprint_at(48)
+    assert curve.confirmed_by(curve.trace_at(48)).footprint_at(48) is found
+    cut = replace(curve, stopped="time was up")
+    asked = cut.footprint_at(4096)
+    assert cut.confirmed_by(cut.trace_at(4096)).footprint_at(4096).high != asked.high
+
+
 @pytest.mark.parametrize("n", [3, 100, 2048])
 def test_growth_on_a_gpu_that_is_not_there_is_a_capture(n):
     grown = predict(on_an_h200(), 16, CUDA)
