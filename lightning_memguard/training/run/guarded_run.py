@@ -35,7 +35,7 @@ from lightning_memguard.training.run.growth_watch import GrowthWatch
 from lightning_memguard.training.run.guard_settings import GuardSettings
 from lightning_memguard.training.run.measuring import Measuring
 from lightning_memguard.training.run.overrun import OverrunWatch
-from lightning_memguard.training.run.own_size import OwnSize
+from lightning_memguard.training.run.own_size import OwnSize, configured_between
 from lightning_memguard.training.run.profile import RunProfile
 from lightning_memguard.training.run.resume import is_over, resume, saved_in
 from lightning_memguard.training.run.tune import recheck, tune, with_steps
@@ -43,7 +43,6 @@ from lightning_memguard.units import counted
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer
-    from pytorch_lightning.utilities.types import LRSchedulerConfig
 
     from lightning_memguard.report.loggers import Boards
     from lightning_memguard.report.page import Page
@@ -83,7 +82,8 @@ class GuardedRun:
         self._undo: list[Callable[[], None]] = []
         self._oom_kills = oom_kills()
         self._own = OwnSize()
-        self._schedules: list[tuple[LRSchedulerConfig, int]] = []  # with the frequencies that were set
+        self._undo_sizes: list[Callable[[], None]] = []  # set in the module and the datamodule
+        self._configures = False  # optimizers, as if batches were not divided
         self._watches: dict[str, BatchWatch | None] = {}  # by role
         self._folder: Path | None = None
         self._report: Report | None = None
@@ -134,6 +134,8 @@ class GuardedRun:
             self._undo.append(return_freed_memory(self.device))
             self._trim = Trimmer() if self.device.type == "cpu" else None
         self._follow()
+        if self.decision.pieces > 1:
+            self._undo.append(configured_between(self.module, self._begin_configuring, self._end_configuring))
         if self.trains and (said := _short_search_words(self.trainer, profile, self.decision)):
             self._warn(said)
 
@@ -151,36 +153,38 @@ class GuardedRun:
         if self.decision.outcome == "tuned" or self._sized:
             undo = set_batch_size(self.module, self.trainer.datamodule, self._size_to_set)  # type: ignore[attr-defined]
             self._undo.append(undo)
+            self._undo_sizes.append(undo)
             self._sized = True
         self._follow_steps()
+
+    def _begin_configuring(self) -> None:
+        """Have rates and schedules worked out from what was set: they are those of a step, not of its pieces."""
+        self._configures = self.decision.pieces > 1
+        if self._configures:
+            self.trainer.accumulate_grad_batches = self.decision.requested_accumulate_grad_batches
+            while self._undo_sizes:
+                self._undo_sizes.pop()()
+
+    def _end_configuring(self) -> None:
+        if self._configures:
+            self._configures = False
+            self._follow()
 
     def _follow_steps(self) -> None:
         profile = self.tuning.profile
         if profile is None:
             return
-        for name, value in self._own.settings(self.decision, profile).items() if self.trains else ():
-            self._set(self.trainer, name, value)
-        self._follow_schedules()
+        changes = self._own.changes(self.trainer, self.decision, profile) if self.trains else ()
+        self._undo += [undo for change in changes if (undo := _changed(*change))]
         if self._watches:
             self._watch_batches(profile)
-
-    def _follow_schedules(self) -> None:
-        """Have schedules that step after so many batches count those of the loader's own size."""
-        for config, own in self._schedules:
-            if config.interval == "step" and own > 1:  # at 1, they step with the optimizer, even at an epoch's end
-                self._set(config, "frequency", own * self._own.pieces(self.decision))
-
-    def _set(self, thing: object, name: str, value: object) -> None:
-        before = getattr(thing, name, value)  # Lightning 2.6 sets no val_check_interval if it is a time
-        if before != value:
-            self._undo.append(partial(setattr, thing, name, before))
-            setattr(thing, name, value)
 
     def _batch_size(self) -> int:
         """Return the size to make loaders with, 0 to leave them as they are; checked again.
 
         Other callbacks now hold what they will hold.
         """
+        self._end_configuring()  # as who counts steps there asks for the loaders
         reason = attempt(self._recheck).reason
         if reason:
             self._warn(f"MemGuard could not count what other callbacks hold: {reason}")
@@ -243,8 +247,9 @@ class GuardedRun:
         """Show the decision, watch batches and steps, and write the snapshot that was asked for before a fit."""
         profile, recorder = self.tuning.profile, self._recorder
         if profile is not None:
-            self._schedules = [(each, each.frequency) for each in self.trainer.lr_scheduler_configs if self.trains]
-            self._follow_schedules()
+            if self.decision.pieces > 1:
+                self._own.schedules = [(each, each.frequency) for each in self.trainer.lr_scheduler_configs]
+                self._follow_steps()
             if reason := attempt(lambda: self._show(profile)).reason:
                 self._warn(f"MemGuard shows less of this run: {reason}")
             self._watch_batches(profile)
@@ -610,6 +615,14 @@ def _range_after(records: Sequence[EpochRecord]) -> tuple[int, int] | None:
     """The peak that another epoch on a GPU is expected to have, after those that were measured."""
     seen = [each.measured.peak_bytes for each in records if each.has_error and each.measured.peak_reserved_bytes]
     return range_after(max(seen)) if seen else None
+
+
+def _changed(thing: object, name: str, value: object) -> Callable[[], None] | None:
+    before = getattr(thing, name, value)  # Lightning 2.6 sets no val_check_interval if it is a time
+    if before == value:
+        return None
+    setattr(thing, name, value)
+    return partial(setattr, thing, name, before)
 
 
 def _short_search_words(trainer: Trainer, profile: RunProfile, decision: Decision) -> str:

@@ -35,6 +35,8 @@ class Deep(pl.LightningModule):
         self.kind = kind
         self.automatic_optimization = kind != "manual"
         self.validated_at: list[int] = []
+        self.batch_size = 600
+        self.counted = 0.0, 0.0
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         loss = (self.net(batch[0]) - 1).square().mean()
@@ -52,6 +54,12 @@ class Deep(pl.LightningModule):
         if self.kind == "LBFGS":
             return torch.optim.LBFGS(self.parameters(), max_iter=2, history_size=1)
         optimizer = torch.optim.SGD(self.parameters(), 0.1)
+        if self.kind == "counted":
+            optimizer.param_groups[0]["lr"] *= self.batch_size / 600
+            steps = 2400 // self.batch_size // self.trainer.accumulate_grad_batches
+            self.counted = steps, self.trainer.estimated_stepping_batches
+            schedule = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=steps)
+            return [optimizer], [{"scheduler": schedule, "interval": "step"}]
         if self.kind != "scheduled":
             return optimizer
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
@@ -91,7 +99,7 @@ def decided(guard: MemGuard) -> Decision:
     "settings",
     [
         pytest.param({}, marks=pytest.mark.long),
-        {"accumulate_grad_batches": 2},
+        {"accumulate_grad_batches": 2, "kind": "counted"},
         pytest.param({"limit_train_batches": 3, "val_check_interval": 2}, marks=pytest.mark.long),
         {"val_check_interval": 2, "check_val_every_n_epoch": None, "max_epochs": 2},
         pytest.param({"val_check_interval": 0.5}, marks=pytest.mark.long),
@@ -111,6 +119,7 @@ def test_the_training_is_the_same(fit: Fit, settings: dict[str, Any]) -> None:
     assert decided(guard).steps_per_epoch == decided(guard).requested_steps_per_epoch
     assert run.global_step == plain.global_step
     assert module.validated_at == expected.validated_at
+    assert (module.counted, module.batch_size) == (expected.counted, expected.batch_size)
     torch.testing.assert_close(dict(module.named_parameters()), dict(expected.named_parameters()))
     assert not told
     names = ("accumulate_grad_batches", "limit_train_batches", "val_check_interval")
