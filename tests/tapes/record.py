@@ -43,7 +43,8 @@ class Validated(Small):
     """A step and its validation."""
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("loss", nn.functional.cross_entropy(self.net(batch[0]), batch[1]))
+        loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        self.log("loss", loss)  # which lives on, whether Python hands arguments on or holds them: Dynamo changes that
 
 
 def of_fit(what: str) -> Curve:

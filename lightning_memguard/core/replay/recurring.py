@@ -159,8 +159,9 @@ class StepSequence:
 
         That is of no further step then, and has a number of its own.
         """
-        gone = [event for event in self._left.values() if event.part not in stays]
-        self._left = {name: event for name, event in self._left.items() if event.part in stays}
+        left = self._left or {}
+        gone = [event for event in left.values() if event.part not in stays]
+        self._left = {name: event for name, event in left.items() if event.part in stays}
         return [event._replace(action="free") for event in gone]
 
 

@@ -11,14 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from lightning_memguard.core.capture.capture import (
-    TIME_WAS_UP,
-    Captures,
-    Variant,
-    capture,
-    failed_for_fork,
-    trusted_child,
-)
+from lightning_memguard.core.capture.capture import Captures, Variant, capture, failed_for_fork, trusted_child
 from lightning_memguard.core.capture.curve import Curve
 from lightning_memguard.core.capture.predict import Prediction, Surveyor, speed_here
 from lightning_memguard.core.decision.decision import Budget, Decision, LimitedBy, Request, decide, needed_words
@@ -27,7 +20,7 @@ from lightning_memguard.core.replay.epoch import Epoch
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.core.replay.seconds import Speed
 from lightning_memguard.core.replay.settings import VARIABLE
-from lightning_memguard.core.trace.trace import Trace
+from lightning_memguard.core.trace.trace import TIME_WAS_UP, Trace
 from lightning_memguard.errors import CannotTraceError, DoesNotFitError, MemGuardError
 from lightning_memguard.training.adapter.callbacks import schedules_accumulation
 from lightning_memguard.training.adapter.no_collectives import no_collectives
@@ -98,7 +91,7 @@ class Planner:
         self._most_seconds: float | None = None  # of a survey, once that is known
         self._was_hurried = False  # whether a survey has ended early because it had taken its share of the run
         # the child, as this process sees it
-        self._reads = False  # at present
+        self._reading_ends = math.inf  # while it reads
         self._only_here = False  # what a child cannot do
         self._lost = ""  # why the child ended before it had answered
         self._open = ExitStack()
@@ -108,10 +101,9 @@ class Planner:
         def show() -> None:
             self._line.show(self._child.doing)
 
-        def deadline() -> float:
-            return self._deadline if self._reads else math.inf  # the captures have a deadline of their own
-
-        return trusted_child(self._work, while_waiting=show, deadline=deadline, reaches_out=reaches_out)
+        # the captures have a deadline of their own
+        how: dict[str, Any] = {"while_waiting": show, "deadline": lambda: self._reading_ends}
+        return trusted_child(self._work, **how, reaches_out=reaches_out)
 
     def __enter__(self) -> Self:
         return self
@@ -139,12 +131,11 @@ class Planner:
         if self._only_here:
             return None
         self._child = self._new_child(reaches_out=reaches_out)
-        self._reads = True
+        self._reading_ends = max(self._deadline, self._started + LEAST_SECONDS)
         answer = self._child.answer(_READ)
-        self._reads = False
+        is_late, self._reading_ends = time.monotonic() > self._reading_ends, math.inf
         done = cast("_Read | None", answer.value)
         if done is None and (answer.waits or not answer.here):
-            is_late = time.monotonic() > self._deadline
             done = _Read(Attempt(reason=f"its data was not read: {TIME_WAS_UP if is_late else answer.lost}"))
         self._only_here = done is None or done.only_here
         if done is not None and (done.is_final or (reaches_out and not done.only_here)):

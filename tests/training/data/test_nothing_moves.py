@@ -26,6 +26,7 @@ from lightning_memguard import MemGuard
 from lightning_memguard.core.isolation import pool
 from lightning_memguard.errors import CannotTraceError
 from lightning_memguard.training.data.copies import refuse_one_shot
+from lightning_memguard.training.run import choose
 from tests.long import long_but
 from tests.training.quiet import quiet_trainer
 
@@ -382,6 +383,7 @@ def test_what_a_thread_gives_is_not_taken_from_the_training(monkeypatch: pytest.
 @pytest.mark.filterwarnings("ignore:MemGuard")
 def test_data_that_never_comes_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "STOP_SECONDS", 0.1)
+    monkeypatch.setattr(choose, "LEAST_SECONDS", 0.5)
     own, check = os.getpid(), MemGuard("check", max_setup_seconds=0.5)
 
     def make(index: int) -> int:
