@@ -19,7 +19,6 @@ from lightning_memguard.core.capture.program import LoopProgram, tensors
 from lightning_memguard.core.capture.recorder import Recorder, watching
 from lightning_memguard.core.kernels.rnn import LSTM, dropout_state_bytes, reserve_bytes
 from lightning_memguard.core.simulation import cudnn_rnn
-from lightning_memguard.core.simulation.backward import walking
 from lightning_memguard.core.trace.scratch import CudaTarget
 from lightning_memguard.core.trace.trace import Event, Trace
 from tests.long import long_but
@@ -84,7 +83,7 @@ def states(shape: tuple[int, ...], kind: type[nn.Module], device: str) -> Any:
 def shapes_there_and_here(model: nn.Module, *batch: Any) -> list[list[tuple[int, ...]]]:
     """Shapes of the output and of the last states: on a pretended GPU, and really on the CPU."""
     here = shapes_of(model(*(torch.ones(shape) for shape in batch)))
-    with tensors(fake=True, gpu=H200), walking():
+    with tensors(fake=True, gpu=H200), watching(Recorder("cuda", kernel_target=H200.kernel_target), model):
         there = shapes_of(model.to("cuda")(*(torch.ones(shape, device="cuda") for shape in batch)))
     return [there, here]
 
@@ -313,7 +312,7 @@ def test_where_cudnn_is_off_the_layers_run_step_by_step() -> None:
 def test_packed_sequences_reach_cudnn_with_their_lengths() -> None:
     """Three sequences of 3, 2 and 1 steps: six rows."""
     model = nn.LSTM(FEATURES, HIDDEN)
-    with tensors(fake=True, gpu=H200) as mode, walking():
+    with tensors(fake=True, gpu=H200) as mode, watching(Recorder("cuda", kernel_target=H200.kernel_target), model):
         assert mode is not None
         weights = [parameter.to("cuda") for parameter in model.parameters()]
         state = torch.zeros(1, 3, HIDDEN, device="cuda")
