@@ -172,7 +172,7 @@ def test_what_is_said(trainer: Any, tuned: Any, data: TensorDataset) -> None:
     ("kind", "callbacks", "because"),
     [
         ("manual", (), "manual optimization accumulates no gradients"),
-        pytest.param("LBFGS", (), "LBFGS accumulates no gradients", marks=pytest.mark.long),
+        pytest.param("LBFGS", (), "LBFGS accumulates no gradients", marks=[pytest.mark.captures, pytest.mark.long]),
         ("", (GradientAccumulationScheduler({0: 1}),), "a GradientAccumulationScheduler sets the accumulation"),
     ],
 )
