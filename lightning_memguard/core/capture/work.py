@@ -18,7 +18,7 @@ from torch.utils.flop_counter import flop_registry
 
 from lightning_memguard.core import torch_port as port
 from lightning_memguard.core.foreign import aten
-from lightning_memguard.core.kernels.arguments import operands
+from lightning_memguard.core.kernels.arguments import dtype_of, operands
 from lightning_memguard.core.torch_port import OpOverload
 from lightning_memguard.core.trace.work import COMMUNICATION, CONVOLUTION, RANDOM, SPECIAL, Work
 
@@ -156,7 +156,7 @@ def _nbytes(tensor: Tensor) -> int:
 
 def _kind(func: OpOverload, given: Sequence[Tensor], *, tf32: bool) -> str:
     """The number format that a product computes in. Thin groups have no use for tensor cores."""
-    kind = str(given[0].dtype).removeprefix("torch.")
+    kind = dtype_of(given[0])
     if not port.schema_of(func).name.startswith("aten::convolution"):
         tf32 = given[0].is_cuda and torch.backends.cuda.matmul.fp32_precision == "tf32"
         return "tf32" if tf32 and kind == "float32" else kind
